@@ -1,0 +1,248 @@
+"""Handoffs: a model gives a site's value to the probes that wait there, and takes back what they did to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
+from endoscope.probing.probe import NOTHING, Probe
+from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
+from endoscope.probing.site import Site, Station, Stream
+from endoscope.probing.state import tracked
+from endoscope.probing.wrappers import Arguments, Wrappers
+
+
+class Handoffs:
+    """The sites of one model, the probes of its current step, and the exchange between them.
+
+    An engine calls, for each step: :meth:`begin`, runs the model, :meth:`visit` for its logits and its
+    samples, and :meth:`end`.
+
+    Args:
+        model: any module; its own tree gives the names of the sites.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stations: dict[str, Station] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            outer = self.stations.get(path.rpartition(".")[0]) if path else None
+            self.stations[path] = Station(path, module, outer)
+        self.wrappers = Wrappers(self.stations, self._enter, self._leave)
+        self.logits = Site("logits", "logits")
+        self.samples = Site("samples", "samples")
+        self.next_step = Site("the next step", "step")
+        self.step = Step(0, 0)
+        self.probes: tuple[Probe, ...] = ()
+        self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
+
+    def begin(self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int) -> None:
+        """A step begins: tell each probe its rows, start the new ones and wake those that wait for it.
+
+        Args:
+            probes: those whose requests are in the step, with their rows, and whether the step makes a token
+                for them, as all but the first parts of a prompt do.
+            tokens: rows of the step's token tensors.
+            requests: rows of its logits.
+        """
+        self.step = Step(tokens, requests)
+        self._last_layout = [], self._last_layout[1]
+        pairs = tuple(probes)
+        self.probes = tuple(probe for probe, _, _ in pairs)
+        for probe, span, samples in pairs:
+            probe.span = span
+            probe.samples = samples
+            probe.position = -1
+            probe.in_step = True
+            if probe.dead:
+                continue
+            if not probe:
+                probe.turn()
+            elif probe.site is self.next_step:
+                probe.leave()
+                probe.turn(True)
+        if self.probes and not self.wrappers.recorded:
+            self.wrappers.record()
+        elif len(self.wrappers):
+            self.wrappers.keep(self._awaited())
+
+    def end(self) -> None:
+        """The step is over: a probe that still waits for one of its sites gets an error."""
+        if self.wrappers.clock is not None:
+            self.wrappers.recording_ends()
+        for probe in self.probes:
+            probe.in_step = False
+            if probe.samples:
+                while not probe.dead and (site := probe.site) is not None and site is not self.next_step:
+                    probe.fail(self._missed(probe, site))
+                probe.step += 1
+        self.probes = ()
+
+    def visit(self, site: Site, value: Any) -> Any:
+        """The pass is at a site: hand its value to all who wait there.
+
+        Returns:
+            The value, or one in its place with the rows in it that blocks changed.
+        """
+        return value if (edit := self._visit(site, value)) is None else edit.result(value)
+
+    def _visit(self, site: Site, value: Any) -> Edit | None:
+        edit: Edit | None = None
+        while site.waiting:
+            probes, site.waiting = site.waiting, []
+            position = site.position
+            with tracked():
+                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
+                for index, probe in enumerate(probes):
+                    view, parts = copy.view(index)
+                    if position is not None:
+                        probe.position = position
+                    probe.turn(view)
+                    if probe.error is None and (
+                        probe.replacement is not NOTHING or any([part._version for part in parts])
+                    ):
+                        edit = edit or Edit(value, self.step)
+                        self._collect(probe, site, view, parts, edit)
+        return edit if edit is not None and edit.fresh else None
+
+    def _layout(self, probes: list[Probe]) -> Layout:
+        """Where the probes' rows lie; they are brought into the order of the batch."""
+        known, layout = self._last_layout
+        if probes != known:
+            probes.sort(key=_row)
+            layout = Layout([probe.span for probe in probes], self.step)
+            self._last_layout = list(probes), layout
+        return layout
+
+    def _collect(self, probe: Probe, site: Site, view: Any, parts: list[torch.Tensor], edit: Edit) -> None:
+        """Write what a probe did during its turn into the step's value."""
+        probe.edited = True
+        replaced = probe.replacement is not NOTHING
+        rows = matched(site.name, view, probe.replacement) if replaced else parts
+        try:
+            for index, (part, new) in enumerate(zip(parts, rows, strict=True)):
+                if new is not part or part._version:
+                    edit.write(index, probe.span, new)
+        except ReplacementError as error:
+            if not probe.dead:
+                probe.fail(ReplacementError(f"{site.name}: {error}"))
+            else:
+                probe.error = ReplacementError(f"{site.name}: {error}")
+
+    # What probes ask.
+
+    def wanted(self, site: Site) -> None:
+        """A probe has parked at the site: make the pass come by."""
+        if site.station is not None:
+            self.wrappers.want(site.station)
+
+    def check(self, probe: Probe, site: Site) -> None:
+        """Refuse a site that the current step has already left.
+
+        Raises:
+            OutOfOrderError: if it has.
+            SiteError: for the residual stream of a module that is no decoder layer.
+        """
+        if probe.finished:
+            raise NeverRanError(f"{site.name} was asked for, but the request had ended after {_steps(probe.step)}")
+        if site.kind in ("resid_pre", "resid_post") and (station := site.station) is not None and station.stream is None:
+            raise SiteError(
+                f"{station.path or 'the model'} ({type(station.module).__name__}) is no decoder layer: only an "
+                f"element of the model's list of layers that takes hidden states has {site.kind}"
+            )
+        position = site.position
+        if position is None or position > probe.position:
+            return
+        if position == probe.position and probe.last is not None and probe.last is not site:
+            return
+        raise self._out_of_order(probe, site)
+
+    def _out_of_order(self, probe: Probe, site: Site) -> OutOfOrderError:
+        last = probe.last.name if probe.last is not None else "the start"
+        return OutOfOrderError(
+            f"{site.name} was asked for in step {probe.step}, which has already left it: the block had last stopped "
+            f"at {last}. Within one step, ask for sites in the order in which the model runs "
+            f"({site.name} comes first), and for each of them once"
+        )
+
+    def _missed(self, probe: Probe, site: Site) -> SiteError:
+        station = site.station
+        if station is not None and (station.entered is not None and probe.position >= 0):
+            return self._out_of_order(probe, site)
+        reason = "did not run in that step" if station is None or station.entered is None else "did not run again in it"
+        what = "the site" if station is None else (station.path or "the model")
+        return NeverRanError(
+            f"{site.name} was asked for in step {probe.step}, but {what} {reason}. vLLM may use the module's weights "
+            f"without calling it; the modules that do run are those of the model's forward pass"
+        )
+
+    # What wrappers call.
+
+    def _awaited(self) -> list[Station]:
+        return [
+            station
+            for module in self.wrappers.on
+            for station in self.wrappers.stations[module]
+            if station.enters or station.leaves
+        ]
+
+    def _enter(self, station: Station, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        while station.enters:
+            if station.inputs.waiting:
+                args, kwargs = self.visit(station.inputs, (args, kwargs))
+            stream = station.stream
+            if station.resid_pre.waiting and stream is not None:
+                hidden = Stream.argument(stream.hidden, args, kwargs)
+                residual = None if stream.residual is None else Stream.argument(stream.residual, args, kwargs)
+                pair = self._stream(station.resid_pre, hidden, residual)
+                args, kwargs = Stream.put(stream.hidden, pair[0], args, kwargs)
+                if stream.residual is not None and residual is not None:
+                    args, kwargs = Stream.put(stream.residual, pair[1], args, kwargs)
+        return args, kwargs
+
+    def _leave(self, station: Station, output: Any) -> Any:
+        while station.output.waiting or station.resid_post.waiting:
+            if station.output.waiting:
+                output = self.visit(station.output, output)
+            stream = station.stream
+            if station.resid_post.waiting and stream is not None:
+                if stream.residual is not None and isinstance(output, tuple):
+                    output = (*self._stream(station.resid_post, output[0], output[1]), *output[2:])
+                elif isinstance(output, tuple):
+                    output = (self._stream(station.resid_post, output[0], None)[0], *output[1:])
+                else:
+                    output = self._stream(station.resid_post, output, None)[0]
+        caches = [cache for cache in station.caches if cache.probe.in_step]
+        if caches:
+            caches.sort(key=lambda cache: cache.probe.span.row)
+            with tracked():
+                copy = Copy(output, self._layout([cache.probe for cache in caches]))
+            for index, cache in enumerate(caches):
+                cache.visits[station.path].append((copy, index))
+        return output
+
+    def _stream(self, site: Site, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, Any]:
+        """A visit to the residual stream: the sum of the pair, written back as ``(sum, 0)`` where it was changed."""
+        whole = hidden if residual is None else hidden + residual
+        edit = self._visit(site, whole)
+        if edit is None:
+            return hidden, residual
+        if residual is None:
+            return edit.result(hidden), None
+        hidden, residual = hidden.clone(), residual.clone()
+        for start, stop in edit.rows:
+            hidden[start:stop] = edit.fresh[0][start:stop]
+            residual[start:stop] = 0
+        return hidden, residual
+
+
+def _row(probe: Probe) -> int:
+    return probe.span.row
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

@@ -1,0 +1,278 @@
+"""A probe: one block running for one request, in turns with the model on the model's thread."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from endoscope.errors import NeverRanError, UsageError
+from endoscope.probing import state
+from endoscope.probing.rows import Span, matched
+from endoscope.probing.saves import named, save_method
+from endoscope.probing.site import Site
+
+if TYPE_CHECKING:
+    from endoscope.probing.handoff import Handoffs
+
+NOTHING: Any = object()
+
+
+class StopBlock(BaseException):
+    """Raised by ``tracer.stop()``: ends the block, and its request, from any depth of calls and loops."""
+
+
+class Ended:
+    """Handed to a probe that waits for the next step of a request that has none."""
+
+
+ENDED = Ended()
+
+
+class Probe(greenlet):
+    """One block, running for one sequence of one request.
+
+    The probe is a greenlet on the thread that runs the model. It has the turn from a handoff until it
+    parks at its next site; nothing else runs meanwhile, so no lock is needed.
+
+    Args:
+        code: the compiled block.
+        namespace: the block's outside values by name; the block's own names are added to it.
+        host: where the probe parks.
+        request: vLLM's id of the request, for messages.
+        relay: called with ``(stream, text)`` for what the block prints, and with ``("warning", ...)``.
+    """
+
+    def __init__(
+        self,
+        code: CodeType,
+        namespace: dict[str, Any],
+        host: Handoffs,
+        request: str = "",
+        relay: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        super().__init__(self._block)
+        self.code = code
+        self.namespace = namespace
+        self.host = host
+        self.request = request
+        self.output = Relay(relay, "stdout") if relay else None
+        self.errors = Relay(relay, "stderr") if relay else None
+        self.relay = relay
+        self.step = 0
+        """The generated step that the block is in: 0 for the pass over the prompt."""
+        self.span = Span(0, 0, 0)
+        self.position = -1
+        self.site: Site | None = None
+        """Where the probe is parked; ``None`` while it has the turn."""
+        self.last: Site | None = None
+        """The site where the probe stopped last."""
+        self.holds = False
+        """Whether that visit is still under way."""
+        self.in_step = False
+        self.samples = True
+        """Whether the step makes a token for the request."""
+        self.value: Any = None
+        self.replacement: Any = NOTHING
+        self.kept: list[tuple[str, Any]] = []
+        self.edited = False
+        self.finished = False
+        self.stopped = False
+        self.error: BaseException | None = None
+        self.caches: list[Any] = []
+        self._state = state.FRESH
+
+    # What runs in the probe's own greenlet.
+
+    def _block(self, _: Any = None) -> None:
+        namespace = self.namespace
+        namespace["__builtins__"] = __builtins__
+        namespace["__endoscope_save__"] = save_method
+        namespace.setdefault("__name__", "__block__")
+        try:
+            exec(self.code, namespace)
+        except StopBlock:
+            self.stopped = True
+        except GreenletExit:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    def take(self, site: Site) -> Any:
+        """Park until the pass comes to the site; returns the request's part of its value.
+
+        Within one visit the same object is returned at every call.
+        """
+        if self.last is site and self.holds:
+            return self.value
+        self.host.check(self, site)
+        value = self.park(site)
+        self.last, self.holds, self.value = site, True, value
+        return value
+
+    def park(self, site: Site) -> Any:
+        """Give the turn back until somebody hands the probe a value for this site."""
+        self.site = site
+        self.holds = False
+        site.waiting.append(self)
+        self.host.wanted(site)
+        parent = self.parent
+        assert parent is not None
+        return parent.switch()
+
+    def replace(self, site: Site, value: Any) -> None:
+        """Put a value in the place of the site's, for this request's rows.
+
+        Raises:
+            ReplacementError: if the value does not fit in structure, shape or dtype.
+        """
+        current = self.take(site)
+        matched(site.name, current, value)
+        self.replacement = value
+        self.value = value
+
+    def keep(self, text: str, value: Any) -> None:
+        """Mark a value to be sent home."""
+        self.kept.append((text, value))
+
+    def next_step(self) -> bool:
+        """Park until the request's next step begins; ``False`` if it has none."""
+        if self.finished:
+            return False
+        return self.park(self.host.next_step) is not ENDED
+
+    # What runs on the model's side.
+
+    def turn(self, value: Any = None, throw: BaseException | None = None) -> None:
+        """Give the probe the turn, and take it back when it parks or ends.
+
+        What the block prints and warns meanwhile goes to the relay, and what it changes of torch's
+        modes and defaults is put aside until its next turn.
+        """
+        current = getcurrent()
+        if self.parent is not current:
+            self.parent = current
+        self.site = None
+        self.replacement = NOTHING
+        run, argument = (self.switch, value) if throw is None else (self.throw, throw)
+        if self.relay is None:
+            self._state = state.switch(self._state, run, argument)
+            return
+        output, errors, showwarning = sys.stdout, sys.stderr, warnings.showwarning
+        sys.stdout, sys.stderr, warnings.showwarning = self.output, self.errors, self._warn  # type: ignore[assignment]
+        try:
+            self._state = state.switch(self._state, run, argument)
+        finally:
+            sys.stdout, sys.stderr, warnings.showwarning = output, errors, showwarning
+
+    def _warn(self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        assert self.relay is not None
+        self.relay("warning", (str(message), category, filename, lineno))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the block, at the site where it is parked."""
+        self.leave()
+        self.turn(throw=error)
+
+    def leave(self) -> None:
+        """Take the probe off the site where it is parked."""
+        site = self.site
+        if site is not None and self in site.waiting:
+            site.waiting.remove(self)
+        self.site = None
+
+    def finish(self) -> None:
+        """The request has ended: a loop over steps ends, and the code after it runs to the end of the block."""
+        self.finished = True
+        if self.dead:
+            return
+        for _ in range(ENDINGS):
+            site = self.site
+            self.leave()
+            if site is self.host.next_step:
+                self.turn(ENDED)
+            else:
+                name = "a site" if site is None else site.name
+                self.turn(throw=NeverRanError(f"{name} was asked for, but the request ended in step {self.step}"))
+            if self.dead:
+                return
+        self.kill()
+
+    def kill(self) -> None:
+        """End the block wherever it is, without running the rest of it; ``finally`` clauses run."""
+        self.finished = True
+        self.leave()
+        for _ in range(ENDINGS):
+            if self.dead:
+                return
+            self.turn(throw=GreenletExit())
+            self.leave()
+
+    def saves(self) -> dict[str, Any]:
+        """The saved values by name, as they are now."""
+        return named(self.kept, self.namespace)
+
+    def clear(self) -> None:
+        """Let go of everything that the block held."""
+        self.namespace.clear()
+        self.kept.clear()
+        self.caches.clear()
+        self.value = self.replacement = self.site = self.last = None
+
+
+ENDINGS = 8
+"""How often a block that goes on after its request has ended is told so before it is dropped."""
+
+
+class Relay:
+    """A text stream that hands whole lines on to the client."""
+
+    encoding = "utf-8"
+    errors = "replace"
+
+    def __init__(self, relay: Callable[[str, Any], None], stream: str) -> None:
+        self._relay = relay
+        self._stream = stream
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Take text; what ends with a line break is sent at once."""
+        lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._relay(self._stream, lines)
+        return len(text)
+
+    def flush(self) -> None:
+        """Send what is left of a line without a line break."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._relay(self._stream, rest)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of the strings."""
+        for line in lines:
+            self.write(line)
+
+    def isatty(self) -> bool:
+        """Never a terminal."""
+        return False
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+
+def current_probe(what: str) -> Probe:
+    """The probe that has the turn.
+
+    Raises:
+        UsageError: outside a block.
+    """
+    probe = getcurrent()
+    if isinstance(probe, Probe):
+        return probe
+    raise UsageError(f"{what} has a value only inside a block, where the model runs")

@@ -1,0 +1,236 @@
+"""A site's value and the rows of it that belong to one request.
+
+A value is a tensor, or tuples, lists and dicts of tensors. A tensor whose first dimension counts the
+tokens of the step is cut by the request's span; one whose first dimension counts the requests is cut
+at the request's row; any other belongs to no request and is handed out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from endoscope.errors import ReplacementError
+
+
+@dataclass(slots=True)
+class Step:
+    """The shape of one step of the engine: how many rows its tensors have."""
+
+    tokens: int
+    requests: int
+
+
+@dataclass(slots=True)
+class Span:
+    """The rows of a step that belong to one request: tokens ``start:stop``, and row ``row`` of the requests."""
+
+    start: int
+    stop: int
+    row: int
+
+    def of(self, tensor: torch.Tensor, step: Step) -> tuple[int, int] | None:
+        """First and last row (exclusive) of the request in the tensor, or ``None`` if it has no such rows."""
+        if tensor.dim() == 0:
+            return None
+        rows = tensor.shape[0]
+        if rows == step.tokens:
+            return self.start, self.stop
+        if rows == step.requests:
+            return self.row, self.row + 1
+        return None
+
+
+def walk(value: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
+    """The same structure with every tensor replaced by what ``visit`` makes of it."""
+    if isinstance(value, torch.Tensor):
+        return visit(value)
+    if isinstance(value, tuple):
+        items = [walk(item, visit) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [walk(item, visit) for item in value]
+    if isinstance(value, dict):
+        return {key: walk(item, visit) for key, item in value.items()}
+    return value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor of the value, in the order of :func:`walk`."""
+    found: list[torch.Tensor] = []
+    walk(value, found.append)
+    return found
+
+
+class Layout:
+    """Where the rows of some requests lie in the tensors of a step.
+
+    Args:
+        spans: the requests' spans, in the order of the batch.
+        step: the shape of the step.
+    """
+
+    __slots__ = ("by_request", "by_token", "count", "step")
+
+    def __init__(self, spans: list[Span], step: Step) -> None:
+        self.step = step
+        self.count = len(spans)
+        self.by_token = _cuts([(span.start, span.stop) for span in spans])
+        self.by_request = _cuts([(span.row, span.row + 1) for span in spans])
+
+    def of(self, tensor: torch.Tensor) -> Cuts | None:
+        """How the tensor is cut; ``None`` if its rows belong to no request."""
+        if tensor.dim() == 0:
+            return None
+        rows = tensor.shape[0]
+        if rows == self.step.tokens:
+            return self.by_token
+        return self.by_request if rows == self.step.requests else None
+
+
+Cuts = tuple[int, int, list[int], list[int]]
+"""First row, row behind the last, sizes of the pieces between, and which pieces are the requests'."""
+
+
+def _cuts(edges: list[tuple[int, int]]) -> Cuts:
+    sizes, mine = [], []
+    low = at = edges[0][0]
+    for start, stop in edges:
+        if start > at:
+            sizes.append(start - at)
+        mine.append(len(sizes))
+        sizes.append(stop - start)
+        at = stop
+    return low, at, sizes, mine
+
+
+class Copy:
+    """A copy of the rows of a value that belong to some requests, made once for all of them.
+
+    It holds the rows from the first request's to the last's, and is made outside inference mode, so that
+    each request's piece of it has a version counter of its own, which tells whether a block wrote into it.
+    """
+
+    __slots__ = ("_pieces", "bases", "layout", "value")
+
+    def __init__(self, value: Any, layout: Layout) -> None:
+        self.value = value
+        self.layout = layout
+        self.bases: list[torch.Tensor] = []
+        self._pieces: list[list[torch.Tensor]] | None = None
+        for tensor in (value,) if isinstance(value, torch.Tensor) else tensors(value):
+            cuts = layout.of(tensor)
+            self.bases.append((tensor if cuts is None else tensor[cuts[0] : cuts[1]]).clone())
+
+    def pieces(self) -> list[list[torch.Tensor]]:
+        """For each tensor of the value, one piece for each request, in the order of the layout."""
+        if self._pieces is None:
+            self._pieces = []
+            originals = (self.value,) if isinstance(self.value, torch.Tensor) else tensors(self.value)
+            for base, original in zip(self.bases, originals, strict=True):
+                cuts = self.layout.of(original)
+                if cuts is None:
+                    self._pieces.append([base.data for _ in range(self.layout.count)])
+                elif self.layout.count == 1:
+                    self._pieces.append([base])
+                else:
+                    # One call, and unlike those of a plain split the pieces do not share a version counter.
+                    split = torch.unsafe_split_with_sizes(base, cuts[2])
+                    self._pieces.append([split[index] for index in cuts[3]])
+        return self._pieces
+
+    def view(self, index: int) -> tuple[Any, list[torch.Tensor]]:
+        """What request number ``index`` of the layout gets, and the tensors in it."""
+        parts = [pieces[index] for pieces in self._pieces or self.pieces()]
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            return parts[0], parts
+        if type(value) is tuple and len(parts) == len(value):
+            return tuple(parts), parts
+        piece = iter(parts)
+        return walk(value, lambda tensor: next(piece)), parts
+
+
+def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:
+    """The tensors of a replacement, in the order and of the shape and kind of those that it replaces.
+
+    Raises:
+        ReplacementError: if the structure, a shape or a dtype does not fit.
+    """
+    if isinstance(expected, torch.Tensor):
+        if isinstance(given, (int, float, bool)) and expected.numel() == 1:
+            given = torch.tensor(given)
+        if not isinstance(given, torch.Tensor):
+            raise ReplacementError(f"{name} takes a tensor of shape {tuple(expected.shape)}, not a {_kind(given)}")
+        if given.shape != expected.shape and not (given.numel() == expected.numel() == 1):
+            raise ReplacementError(
+                f"{name} takes a tensor of shape {tuple(expected.shape)} (this request's rows), "
+                f"not one of shape {tuple(given.shape)}"
+            )
+        if not torch.can_cast(given.dtype, expected.dtype):
+            raise ReplacementError(f"{name} takes {expected.dtype}; {given.dtype} cannot be cast to it")
+        return [given.reshape(expected.shape)]
+    if isinstance(expected, (tuple, list)):
+        if not isinstance(given, (tuple, list)) or len(given) != len(expected):
+            raise ReplacementError(
+                f"{name} takes a {_kind(expected)} of {len(expected)}, not "
+                + (f"one of {len(given)}" if isinstance(given, (tuple, list)) else f"a {_kind(given)}")
+            )
+        return [t for i, (e, g) in enumerate(zip(expected, given, strict=True)) for t in matched(f"{name}[{i}]", e, g)]
+    if isinstance(expected, dict):
+        if not isinstance(given, dict) or given.keys() != expected.keys():
+            raise ReplacementError(f"{name} takes a dict with the keys {list(expected)}")
+        return [t for key in expected for t in matched(f"{name}[{key!r}]", expected[key], given[key])]
+    if given is not expected and given != expected:
+        raise ReplacementError(f"{name} is no tensor but {expected!r:.60}, and can only be left as it is")
+    return []
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+class Edit:
+    """What blocks did to a value at one visit: rows written into a copy that takes the value's place.
+
+    The engine's own tensor is left as it is, since a module may return a tensor that others still read
+    (its own input, say); only what flows on from this site is changed.
+    """
+
+    __slots__ = ("fresh", "originals", "rows", "step")
+
+    def __init__(self, value: Any, step: Step) -> None:
+        self.originals = [value] if isinstance(value, torch.Tensor) else tensors(value)
+        self.fresh: dict[int, torch.Tensor] = {}
+        self.rows: list[tuple[int, int]] = []
+        self.step = step
+
+    def write(self, index: int, span: Span, rows: torch.Tensor) -> None:
+        """Put a request's rows into tensor number ``index``.
+
+        Raises:
+            ReplacementError: if no rows of the tensor belong to the request alone.
+        """
+        edge = span.of(self.originals[index], self.step)
+        if edge is None:
+            shape = tuple(self.originals[index].shape)
+            raise ReplacementError(
+                f"a tensor of shape {shape} has no rows of this request alone, so it can be read but not changed"
+            )
+        target = self.fresh.get(index)
+        if target is None:
+            target = self.fresh[index] = self.originals[index].clone()
+        target[edge[0] : edge[1]].copy_(rows)
+        self.rows.append(edge)
+
+    def result(self, value: Any) -> Any:
+        """The value with the edited tensors in it."""
+        if not self.fresh:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.fresh[0]
+        index = iter(range(len(self.originals)))
+        return walk(value, lambda tensor: self.fresh.get(next(index), tensor))

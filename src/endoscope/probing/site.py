@@ -1,0 +1,146 @@
+"""Where a probe can stop: the sites of a model, and what is known of each module that has some."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from endoscope.probing.cache import Cache
+    from endoscope.probing.probe import Probe
+
+AFTER_THE_MODULES = 1 << 40
+"""Position in a pass of the first site that lies behind every module."""
+
+
+class Site:
+    """A place in a pass where a probe can stop.
+
+    Attributes:
+        name: the path below the model, such as ``model.layers.3.mlp.output``.
+        kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``logits``, ``samples`` or ``step``.
+        station: the module that has the site; ``None`` for the sites of the engine.
+        waiting: the probes parked here, in the order in which they came.
+    """
+
+    __slots__ = ("kind", "name", "station", "waiting")
+
+    def __init__(self, name: str, kind: str, station: Station | None = None) -> None:
+        self.name = name
+        self.kind = kind
+        self.station = station
+        self.waiting: list[Probe] = []
+
+    def __repr__(self) -> str:
+        return f"<Site {self.name}>"
+
+    @property
+    def position(self) -> int | None:
+        """When a pass comes to the site, or ``None`` where that is not known or happens several times."""
+        station = self.station
+        if station is None:
+            return AFTER_THE_MODULES + (self.kind == "samples")
+        if station.calls > 1:
+            return None
+        return station.entered if self.kind in ("inputs", "resid_pre") else station.left
+
+
+class Station:
+    """One module under one of its names: its sites, what it is inside of, and when it runs in a pass.
+
+    Attributes:
+        outer: the modules that it is inside of, innermost first.
+        inside: how many calls of it are under way.
+        entered, left: positions in the recorded order of a pass, or ``None`` if it was not seen to run.
+        calls: how often the recorded pass ran it.
+        caches: the caches that keep its output.
+    """
+
+    __slots__ = (
+        "_stream", "caches", "calls", "entered", "inputs", "inside", "left",
+        "module", "outer", "output", "path", "resid_post", "resid_pre",
+    )  # fmt: skip
+
+    def __init__(self, path: str, module: nn.Module, outer: Station | None) -> None:
+        self.path = path
+        self.module = module
+        self.outer: tuple[Station, ...] = () if outer is None else (outer, *outer.outer)
+        dot = f"{path}." if path else ""
+        self.inputs = Site(f"{dot}inputs", "inputs", self)
+        self.output = Site(f"{dot}output", "output", self)
+        self.resid_pre = Site(f"{dot}resid_pre", "resid_pre", self)
+        self.resid_post = Site(f"{dot}resid_post", "resid_post", self)
+        self.caches: list[Cache] = []
+        self.inside = 0
+        self.entered: int | None = None
+        self.left: int | None = None
+        self.calls = 0
+        self._stream: Stream | None = None
+
+    @property
+    def enters(self) -> bool:
+        """Whether a probe waits for what the module is called with."""
+        return bool(self.inputs.waiting or self.resid_pre.waiting)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether somebody waits for what the module returns."""
+        return bool(self.output.waiting or self.resid_post.waiting or self.caches)
+
+    @property
+    def stream(self) -> Stream | None:
+        """How the module carries the residual stream; ``None`` if it is no decoder layer."""
+        if self._stream is None and self._is_layer():
+            self._stream = Stream.of(self.module)
+        return self._stream
+
+    def _is_layer(self) -> bool:
+        return bool(self.outer) and isinstance(self.outer[0].module, nn.ModuleList)
+
+
+class Stream:
+    """Where a decoder layer takes in the residual stream.
+
+    Most of vLLM's layers pass the stream on as a pair whose sum it is, ``(hidden_states, residual)``, so
+    that adding and normalizing can be one operation; others pass it whole.
+
+    Attributes:
+        hidden, residual: name and index of the layer's arguments; ``residual`` is ``None`` where the
+            stream is passed whole.
+    """
+
+    NAMES = ("hidden_states", "hidden_state", "x")
+
+    __slots__ = ("hidden", "residual")
+
+    def __init__(self, hidden: tuple[str, int], residual: tuple[str, int] | None) -> None:
+        self.hidden = hidden
+        self.residual = residual
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Stream | None:
+        """Read from the signature of the layer's class; ``None`` if it takes no hidden states."""
+        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        hidden = next((name for name in cls.NAMES if name in parameters), None)
+        if hidden is None:
+            return None
+        residual = ("residual", parameters.index("residual")) if "residual" in parameters else None
+        return cls((hidden, parameters.index(hidden)), residual)
+
+    @staticmethod
+    def argument(which: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument of a call."""
+        name, index = which
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    @staticmethod
+    def put(
+        which: tuple[str, int], value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with another value for the argument."""
+        name, index = which
+        if index < len(args):
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}

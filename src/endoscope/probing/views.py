@@ -1,0 +1,217 @@
+"""What a block sees of the model: its modules by name, and the values of their sites."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from endoscope.errors import UnknownModuleError
+from endoscope.probing.handoff import Handoffs
+from endoscope.probing.probe import current_probe
+from endoscope.probing.site import Station
+from endoscope.tracing.serialize import Referenced
+
+
+class ModuleView(Referenced):
+    """One module of the model, as a block sees it.
+
+    ``output``, ``input`` and ``inputs`` are what the module returns and is called with, for the rows of
+    the block's own request: ``[tokens, hidden]``, all rows of the prompt in the first step and one row
+    in each later one. Anything else is the module's own: its children, parameters and methods.
+    A view is called as the module is, which runs it with no part in the pass.
+    """
+
+    def __init__(self, handoffs: Handoffs, station: Station) -> None:
+        self._handoffs = handoffs
+        self._station = station
+
+    def reference(self) -> tuple[str, ...]:
+        """The module travels home as its path."""
+        return ("module", self._station.path)
+
+    @property
+    def output(self) -> Any:
+        """What the module returned, with this request's rows of each tensor.
+
+        Reading it waits until the module has run in this step. The value can be edited in place, or
+        another assigned.
+        """
+        return current_probe(self._station.output.name).take(self._station.output)
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        current_probe(self._station.output.name).replace(self._station.output, value)
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with, as ``(args, kwargs)``."""
+        return current_probe(self._station.inputs.name).take(self._station.inputs)
+
+    @inputs.setter
+    def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        current_probe(self._station.inputs.name).replace(self._station.inputs, value)
+
+    @property
+    def input(self) -> Any:
+        """The first argument that the module is called with, by position or else by name."""
+        args, kwargs = self.inputs
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        args, kwargs = self.inputs
+        if args:
+            self.inputs = ((value, *args[1:]), kwargs)
+        else:
+            self.inputs = (args, {**kwargs, next(iter(kwargs), "input"): value})
+
+    @property
+    def resid_pre(self) -> Any:
+        """The whole residual stream before a decoder layer, ``[tokens, hidden]``; read and write."""
+        return current_probe(self._station.resid_pre.name).take(self._station.resid_pre)
+
+    @resid_pre.setter
+    def resid_pre(self, value: Any) -> None:
+        current_probe(self._station.resid_pre.name).replace(self._station.resid_pre, value)
+
+    @property
+    def resid_post(self) -> Any:
+        """The whole residual stream after a decoder layer, ``[tokens, hidden]``; read and write."""
+        return current_probe(self._station.resid_post.name).take(self._station.resid_post)
+
+    @resid_post.setter
+    def resid_post(self, value: Any) -> None:
+        current_probe(self._station.resid_post.name).replace(self._station.resid_post, value)
+
+    def get_submodule(self, path: str) -> ModuleView:
+        """The module at a dotted path below this one, also where its name is that of an attribute of the view."""
+        view = self
+        for name in path.split(".") if path else ():
+            view = view._child(name)
+        return view
+
+    def _child(self, name: str) -> ModuleView:
+        own = self._station.path
+        station = self._handoffs.stations.get(f"{own}.{name}" if own else name)
+        if station is None:
+            raise UnknownModuleError(unknown(self._handoffs, self._station, name))
+        return self._view(station)
+
+    def _view(self, station: Station) -> ModuleView:
+        return ModuleView(self._handoffs, station)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_endoscope") or name in ("_handoffs", "_station"):
+            raise AttributeError(name)
+        own = self._station.path
+        station = self._handoffs.stations.get(f"{own}.{name}" if own else name)
+        if station is not None:
+            # Kept where the next look-up finds it without coming here.
+            view = self.__dict__[name] = self._view(station)
+            return view
+        try:
+            return getattr(self._station.module, name)
+        except AttributeError:
+            raise UnknownModuleError(unknown(self._handoffs, self._station, name)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+            return
+        raise UnknownModuleError(
+            f"{self._station.path or 'the model'}.{name} cannot be assigned: a block can assign output, input, inputs, "
+            f"resid_pre and resid_post of a module, and logits and samples of the model"
+        )
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        children = list(self._station.module.named_children())
+        if isinstance(index, str):
+            return self._child(index)
+        if isinstance(index, slice):
+            return [self._child(name) for name, _ in children[index]]
+        try:
+            return self._child(children[index][0])
+        except IndexError:
+            raise UnknownModuleError(
+                f"{self._station.path or 'the model'}[{index}] was asked for, but it has {len(children)} modules"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._station.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[ModuleView]:
+        return iter([self._child(name) for name, _ in self._station.module.named_children()])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._station.module(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._station.path or 'model'}: {type(self._station.module).__name__}>"
+
+
+class ModelView(ModuleView):
+    """The whole model, as a block sees it.
+
+    Attributes:
+        tokenizer: the model's tokenizer, or ``None``.
+    """
+
+    def __init__(self, handoffs: Handoffs, tokenizer: Any = None) -> None:
+        super().__init__(handoffs, handoffs.stations[""])
+        self._tokenizer = tokenizer
+
+    def reference(self) -> tuple[str, ...]:
+        """The model travels home as a reference to it."""
+        return ("model",)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+
+    @property
+    def logits(self) -> Any:
+        """Logits of the next token, ``[1, vocabulary]``, before sampling; read and write."""
+        return current_probe("logits").take(self._handoffs.logits)
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        current_probe("logits").replace(self._handoffs.logits, value)
+
+    @property
+    def samples(self) -> Any:
+        """The sampled token's id, ``[1, 1]``; read and write. What is assigned is the token that is generated."""
+        return current_probe("samples").take(self._handoffs.samples)
+
+    @samples.setter
+    def samples(self, value: Any) -> None:
+        current_probe("samples").replace(self._handoffs.samples, value)
+
+
+def unknown(handoffs: Handoffs, station: Station, name: str) -> str:
+    """The message for a name that a module does not have, with the nearest that there are."""
+    path = station.path
+    asked = f"{path}.{name}" if path else name
+    prefix = f"{path}." if path else ""
+    children = [child for child, _ in station.module.named_children()]
+    # The same name further up or down the tree is the usual slip: a level left out, or one too many.
+    elsewhere = [p for p in handoffs.stations if p.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = [prefix + match for match in difflib.get_close_matches(name, children, n=3)]
+    near += sorted(elsewhere, key=len)[:3]
+    near += difflib.get_close_matches(asked, handoffs.stations, n=3)
+    nearest = list(dict.fromkeys(near))[:4]
+    text = f"the model has no {asked}"
+    if nearest:
+        text += f"; nearest are {', '.join(nearest)}"
+    if children:
+        shown = ", ".join(children[:8]) + (", …" if len(children) > 8 else "")
+        text += f"; {path or 'the model'} ({type(station.module).__name__}) has {shown}"
+    return text
+
+
+def module_of(value: Any) -> nn.Module | None:
+    """The module that a view stands for."""
+    return value._station.module if isinstance(value, ModuleView) else None

@@ -1,0 +1,1 @@
+"""What runs in the engine process: worker, runner, scheduler, probes and outbox."""

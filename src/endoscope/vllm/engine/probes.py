@@ -1,0 +1,295 @@
+"""The probes of one engine: admitted with their requests, run in its steps, sent home when they end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Any
+
+import torch
+from torch import nn
+
+from endoscope.errors import BlockError, PreemptionError
+from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
+from endoscope.probing.rows import walk
+from endoscope.probing.saves import tensor_save
+from endoscope.probing.steps import caches_close
+from endoscope.tracing.failure import take_apart
+from endoscope.tracing.messages import Ended, Printed, Submission, Warned, decode_submission
+from endoscope.tracing.serialize import dumps, loads
+from endoscope.vllm.engine.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Rows:
+    """One request's part of a step.
+
+    Attributes:
+        request: vLLM's id of it.
+        first: position in the sequence of the first token that the step computes.
+        count: how many tokens it computes.
+        known: how many tokens the sequence has; a step that reaches this many samples the next one.
+    """
+
+    request: str
+    first: int
+    count: int
+    known: int
+
+
+@dataclass(slots=True)
+class Traced:
+    """A traced request in this engine."""
+
+    submission: Submission
+    sequence: int
+    probe: Probe
+    seen: int = 0
+    """How many positions of the sequence the block has been shown."""
+    reported: bool = False
+
+
+class EngineProbes:
+    """Everything that one rank knows of traces.
+
+    Args:
+        model: the loaded model.
+        tokenizer: returns its tokenizer.
+        reports: whether this rank sends values home; the others run the same blocks and keep quiet.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True) -> None:
+        self.handoffs = Handoffs(model)
+        self.model = ModelView(self.handoffs, tokenizer)
+        self.tracer = BlockTracer(self.handoffs)
+        self.tokenizer = tokenizer
+        self.outbox = Outbox() if reports else None
+        self.traced: dict[str, Traced] = {}
+        self.current: list[Traced] = []
+        self.over: dict[str, bool] = {}
+        """Requests that their blocks end in this step; true where the token of the step counts."""
+        if not hasattr(torch.Tensor, "save"):
+            torch.Tensor.save = tensor_save  # type: ignore[attr-defined]
+
+    def __bool__(self) -> bool:
+        return bool(self.traced)
+
+    # A request's life.
+
+    def admit(self, request: str, data: bytes) -> None:
+        """A traced request arrives: make its probe.
+
+        What goes wrong here is the block's failure, and goes home as that.
+        """
+        submission = decode_submission(data)
+        prefix = request.partition("_")[0]
+        sequence = int(prefix) if prefix.isdigit() else 0
+        relay = self._relay(submission, sequence) if self.outbox is not None else _quiet
+        namespace: dict[str, Any] = {}
+        probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
+        self.traced[request] = Traced(submission, sequence, probe)
+        try:
+            namespace.update(loads(submission.values, self.resolve))
+            probe.code = submission.code.compile()
+        except BaseException as error:
+            probe.error = _unloadable(error)
+            probe.kill()
+
+    def resolve(self, key: tuple[str, ...]) -> Any:
+        """What a reference stands for in this process."""
+        match key:
+            case ("model",):
+                return self.model
+            case ("module", path):
+                return self.model.get_submodule(path)
+            case ("tracer",):
+                return self.tracer
+            case ("tokenizer",):
+                return self.tokenizer()
+        raise BlockError(f"the block refers to {key!r}, which this engine does not know")
+
+    def resumed(self, request: str) -> None:
+        """The request was preempted and its keys and values are computed anew, without what its block did to them."""
+        traced = self.traced.get(request)
+        if traced is not None and traced.probe.edited:
+            error = PreemptionError(
+                "the engine ran out of space for keys and values and preempted this request, whose block had changed "
+                "the model's values; what it changed in earlier steps is lost, so the request cannot go on. Give the "
+                "engine more space (kv_cache_memory_bytes), or fewer requests at once (max_num_seqs)"
+            )
+            if not traced.probe.dead:
+                traced.probe.fail(error)
+            traced.probe.error = traced.probe.error or error
+            self._settle(traced)
+
+    def finish(self, request: str) -> None:
+        """The request has ended: so does its block, and what it saved goes home."""
+        traced = self.traced.pop(request, None)
+        if traced is None:
+            return
+        traced.probe.finish()
+        self._report(traced)
+        traced.probe.clear()
+
+    def release(self, requests: Iterable[str]) -> None:
+        """Nobody waits for these requests any more: end their blocks and send nothing."""
+        wanted = set(requests)
+        for request, traced in list(self.traced.items()):
+            if request in wanted or traced.submission.key in wanted:
+                del self.traced[request]
+                traced.probe.kill()
+                caches_close(traced.probe)
+                traced.probe.clear()
+
+    # A step.
+
+    def begin(self, rows: list[Rows], tokens: int) -> None:
+        """The model is about to run.
+
+        Args:
+            rows: the requests of the step in the order of the batch.
+            tokens: rows of its token tensors.
+        """
+        pairs: list[tuple[Probe, Span, bool]] = []
+        self.current = []
+        start = 0
+        for index, row in enumerate(rows):
+            stop = start + row.count
+            traced = self.traced.get(row.request)
+            if traced is not None:
+                # Positions computed again after a preemption were shown before.
+                again = max(0, traced.seen - row.first)
+                if again < row.count:
+                    samples = row.first + row.count >= row.known
+                    pairs.append((traced.probe, Span(start + again, stop, index), samples))
+                    self.current.append(traced)
+                    traced.seen = row.first + row.count
+            start = stop
+        self.handoffs.begin(pairs, tokens, len(rows))
+
+    def logits(self, value: torch.Tensor) -> torch.Tensor:
+        """The step's logits, ``[requests, vocabulary]``."""
+        return self.handoffs.visit(self.handoffs.logits, value)  # type: ignore[no-any-return]
+
+    def samples(self, value: torch.Tensor) -> torch.Tensor:
+        """The step's sampled tokens, ``[requests, 1]``."""
+        before = [traced for traced in self.current if traced.probe.dead]
+        value = self.handoffs.visit(self.handoffs.samples, value)
+        for traced in before:
+            if traced.probe.stopped or traced.probe.error is not None:
+                self.over.setdefault(traced.probe.request, False)
+        return value
+
+    def end(self) -> dict[str, bool]:
+        """The step is over: report the blocks that ended in it.
+
+        Returns:
+            The requests that end with their blocks; true where the step's token belongs to the text.
+        """
+        self.handoffs.end()
+        for traced in self.current:
+            self._settle(traced)
+        self.current = []
+        over, self.over = self.over, {}
+        return over
+
+    def _settle(self, traced: Traced) -> None:
+        probe = traced.probe
+        if probe.dead and not traced.reported:
+            if probe.stopped or probe.error is not None:
+                self.over.setdefault(probe.request, True)
+            self._report(traced)
+            probe.clear()
+
+    # The way home.
+
+    def _report(self, traced: Traced) -> None:
+        if traced.reported:
+            return
+        traced.reported = True
+        probe = traced.probe
+        for stream in (probe.output, probe.errors):
+            if stream is not None:
+                stream.flush()
+        caches_close(probe)
+        if self.outbox is None:
+            return
+        buffers: list[PickleBuffer] = []
+        error = probe.error
+        try:
+            saves = dumps(probe.saves(), buffers=buffers)
+        except Exception as failure:
+            saves, buffers, unsent = self._those_that_travel(probe.saves())
+            error = error or BlockError(f"{unsent} was saved but cannot be sent home: {failure}")
+        try:
+            failed = None if error is None else take_apart(error)
+        except Exception as failure:
+            failed = take_apart(BlockError(f"{type(error).__name__}, which cannot be sent home: {failure}"))
+        message = Ended(traced.submission.key, traced.sequence, saves, failed)
+        self.outbox.send(traced.submission.home, message, buffers)
+
+    @staticmethod
+    def _those_that_travel(saves: dict[str, Any]) -> tuple[bytes, list[PickleBuffer], str]:
+        good: dict[str, Any] = {}
+        bad: list[str] = []
+        for name, value in saves.items():
+            try:
+                dumps(value)
+                good[name] = value
+            except Exception:
+                bad.append(f"{name} ({type(value).__name__})")
+        buffers: list[PickleBuffer] = []
+        return dumps(good, buffers=buffers), buffers, ", ".join(bad)
+
+    def _relay(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
+        outbox, home, key = self.outbox, submission.home, submission.key
+        assert outbox is not None
+
+        def relay(stream: str, content: Any) -> None:
+            if stream == "warning":
+                text, category, filename, line = content
+                outbox.send(home, Warned(key, sequence, text, category.__name__, filename, line))
+            else:
+                outbox.send(home, Printed(key, sequence, stream, content))
+
+        return relay
+
+    def counts(self) -> dict[str, int]:
+        """What this rank holds for traces: probes, wrapped modules, and bytes of tensors that blocks keep."""
+        held = 0
+        for traced in self.traced.values():
+            held += _bytes(traced.probe)
+        return {"probes": len(self.traced), "hooks": len(self.handoffs.wrappers), "bytes": held}
+
+
+_NOTHING = compile("", "<nothing>", "exec")
+
+
+def _quiet(stream: str, content: Any) -> None:
+    pass
+
+
+def _unloadable(error: BaseException) -> BaseException:
+    if isinstance(error, BlockError):
+        return error
+    wrapped = BlockError(f"the block cannot be made in the engine: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _bytes(probe: Probe) -> int:
+    total = 0
+
+    def count(tensor: torch.Tensor) -> None:
+        nonlocal total
+        total += tensor.nbytes
+
+    for _, value in probe.kept:
+        walk(value, count)
+    for cache in probe.caches:
+        total += cache.nbytes()
+    return total

@@ -1,0 +1,57 @@
+"""vLLM's V1 model runner, with the probes' turns in each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from endoscope.vllm import internals
+from endoscope.vllm.engine.probes import EngineProbes
+
+
+class TracedRunner:
+    """Mixed into a model runner of vLLM, in front of it."""
+
+    probes: EngineProbes
+
+    def attach(self, reports: bool) -> None:
+        """Begin to serve traces; the model is loaded."""
+        self.probes = EngineProbes(internals.runner_model(self), lambda: internals.runner_tokenizer(self), reports)
+        self._in_step = False
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        probes = self.probes
+        for request in scheduler_output.finished_req_ids:
+            probes.finish(request)
+        for request, data in internals.new_submissions(scheduler_output):
+            probes.admit(request, data)
+        if probes:
+            for request in internals.resumed(scheduler_output):
+                probes.resumed(request)
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        self._in_step = bool(probes) and scheduler_output.total_num_scheduled_tokens > 0
+        if self._in_step:
+            self._scheduled = scheduler_output
+        return result
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._in_step:
+            rows = internals.rows(self, self._scheduled)
+            self.probes.begin(rows, internals.token_rows(args, kwargs))
+        return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._in_step:
+            return super()._sample(logits, *args, **kwargs)  # type: ignore[misc]
+        output = super()._sample(self.probes.logits(logits), *args, **kwargs)  # type: ignore[misc]
+        output.sampled_token_ids = self.probes.samples(output.sampled_token_ids)
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self._in_step:
+            self._in_step = False
+            self._scheduled = None
+            over = self.probes.end()
+            if over:
+                internals.mark_over(output, over)
+        return output

@@ -1,0 +1,40 @@
+"""The worker that vLLM starts on each rank: its own, with a runner that serves traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from endoscope.vllm import internals
+from endoscope.vllm.engine.runner import TracedRunner
+
+
+class Worker(internals.worker_base()):  # type: ignore[misc]
+    """vLLM's worker for this platform; the client reaches its methods by remote calls."""
+
+    def init_device(self) -> None:
+        """Make the runner, as vLLM does, and let it serve traces."""
+        super().init_device()
+        runner = self.model_runner
+        internals.check_runner(runner)
+        # The class of the runner is fixed inside of vLLM's worker, so the runner changes its class once it is made.
+        runner.__class__ = type("TracedRunner", (TracedRunner, type(runner)), {})
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model; traces see the modules that it has then."""
+        result = super().load_model(*args, **kwargs)
+        self.model_runner.attach(reports=internals.reports(self))
+        return result
+
+    def endoscope_release(self, requests: list[str]) -> int:
+        """End the blocks of requests, by vLLM's id or by the client's key; returns how many probes are left."""
+        self.model_runner.probes.release(requests)
+        return len(self.model_runner.probes.traced)
+
+    def endoscope_counts(self) -> dict[str, int]:
+        """What this rank holds for traces, and the requests that its runner has."""
+        return {**self.model_runner.probes.counts(), "requests": len(internals.held_requests(self.model_runner))}
+
+    def endoscope_tree(self) -> list[tuple[str, str]]:
+        """Every module of the model: its path and the name of its class."""
+        stations = self.model_runner.probes.handoffs.stations
+        return [(path, type(station.module).__name__) for path, station in stations.items()]

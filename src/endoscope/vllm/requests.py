@@ -1,0 +1,207 @@
+"""From an invoke to a request that vLLM takes, and from its finished output to what the block saved."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import linecache
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from endoscope.errors import PromptError, SamplingError
+from endoscope.tracing.block import Block
+from endoscope.tracing.failure import put_together
+from endoscope.tracing.messages import Submission, encode
+from endoscope.tracing.serialize import loads
+from endoscope.vllm import internals
+from endoscope.vllm.inbox import Arrival, Inbox
+
+_numbers = itertools.count()
+
+_OPTIONS = ("lora_request", "priority")
+"""Arguments of a trace that belong to the request and not to its sampling."""
+
+
+class Request:
+    """One invoke on its way through the engine.
+
+    Attributes:
+        index: the number of its invoke.
+        sequences: how many sequences it samples, vLLM's ``n``.
+        ids: vLLM's own ids of them.
+        output: the finished output, once there is one.
+        saves: what its block saved, once that has come home.
+        error: what its block raised.
+    """
+
+    def __init__(self, llm: Any, inbox: Inbox | None, index: int, prompt: Any, sampling: Mapping[str, Any], block: Block | None) -> None:
+        self.llm = llm
+        self.inbox = inbox
+        self.index = index
+        self.block = block
+        self.output: Any = None
+        self.saves: dict[str, Any] = {}
+        self.error: BaseException | None = None
+        self.arrival: Arrival | None = None
+        prompt = check_prompt(prompt)
+        options = {name: value for name, value in sampling.items() if name in _OPTIONS and value is not None}
+        params = make_params({name: value for name, value in sampling.items() if name not in _OPTIONS})
+        if block is not None and inbox is not None:
+            self.arrival = inbox.expect(params.n)
+            submission = Submission(inbox.address, self.arrival.key, block.code, block.values)
+            params = internals.sampling_params({"sampling_params": params}, encode(submission))
+        try:
+            self.made, self.text = self._process(prompt, params, options)
+        except BaseException:
+            self.forget()
+            raise
+        self.parent, self.children = internals.fan_out(self.made)
+        self.sequences = len(self.children)
+        self.ids = [child.request_id for child in self.children]
+
+    def _process(self, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
+        name = f"trace-{self.arrival.key}" if self.arrival is not None else f"generate-{next(_numbers)}"
+        salt = secrets.token_hex(16) if self.block is not None else None
+        try:
+            made, text = internals.process(self.llm, name, prompt, params, salt, **options)
+        except (TypeError, ValueError) as error:
+            kind = SamplingError if _is_about_sampling(error) else PromptError
+            raise kind(f"vLLM refuses the request: {error}") from error
+        if self.block is not None:
+            longest, budget = internals.limits(self.llm)
+            tokens = len(made.prompt_token_ids or ())
+            if tokens > budget:
+                raise PromptError(
+                    f"the prompt has {tokens} tokens, and a step of this engine takes {budget}: a traced prompt is run "
+                    f"in one step, so this one can never be. Build the engine with max_num_batched_tokens={tokens} or more"
+                )
+            if tokens >= longest:
+                raise PromptError(f"the prompt has {tokens} tokens, and the model takes {longest} with what it generates")
+        return made, text
+
+    def register(self, queue: Any = None) -> None:
+        """Tell vLLM's output processor of the request."""
+        internals.register(self.llm, self.made, self.text, self.parent, self.children, queue)
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything that its blocks send has come home."""
+        return self.arrival is None or self.arrival.complete
+
+    def collect(self, resolve: Callable[[tuple[str, ...]], Any]) -> None:
+        """Read what has come home, now that the output is finished."""
+        if self.arrival is None:
+            return
+
+        def find(key: tuple[str, ...]) -> Any:
+            return self.output if key == ("result",) else resolve(key)
+
+        sequences = []
+        assert self.block is not None
+        lines = _lines(self.block)
+        for _, (ended, buffers) in sorted(self.arrival.ended.items()):
+            sequences.append(loads(ended.saves, find, buffers))
+            if ended.failure is not None and self.error is None:
+                self.error = put_together(ended.failure, find, lines)
+        self.saves = merge(sequences)
+        self.output.saves = self.saves
+        self.output.invoke = self.index
+        if self.error is not None:
+            self.error.output = self.output  # type: ignore[attr-defined]
+            self.error.request = self.output.request_id  # type: ignore[attr-defined]
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop whatever else comes home."""
+        if self.arrival is not None and self.inbox is not None:
+            self.inbox.forget(self.arrival)
+
+
+def _lines(block: Block) -> dict[str, list[str]]:
+    code = block.code
+    if linecache.getline(code.filename, code.line):
+        return {}
+    text = [""] * (code.line - 1) + code.source.split("\n")
+    return {code.filename: [line + "\n" for line in text]}
+
+
+def _is_about_sampling(error: Exception) -> bool:
+    parameter = getattr(error, "parameter", None)
+    if parameter is not None:
+        return str(parameter) in internals.sampling_names()
+    return not re.search(r"prompt|token|length", str(error))
+
+
+def merge(saves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several dicts of saves as one: a name of one of them is its value, a name of several the list of theirs."""
+    found: dict[str, list[Any]] = {}
+    for each in saves:
+        for name, value in each.items():
+            found.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+
+
+def make_params(sampling: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` from a trace's arguments.
+
+    Raises:
+        SamplingError: for an argument that vLLM does not know, or a value that it refuses.
+    """
+    try:
+        return internals.sampling_params(sampling, None)
+    except TypeError as error:
+        names = internals.sampling_names()
+        unknown = [name for name in sampling if name not in (*names, "sampling_params")]
+        if not unknown:
+            raise SamplingError(f"vLLM refuses the sampling arguments: {error}") from error
+        near = [match for name in unknown for match in difflib.get_close_matches(name, names, n=3)]
+        hint = f"; nearest are {', '.join(near)}" if near else ""
+        raise SamplingError(f"vLLM knows no sampling argument {', '.join(map(repr, unknown))}{hint}") from error
+    except ValueError as error:
+        raise SamplingError(f"vLLM refuses the sampling arguments: {error}") from error
+
+
+def check_prompt(prompt: Any) -> Any:
+    """A prompt in a form that vLLM takes: text, token ids, what a tokenizer returns, or vLLM's own dict.
+
+    Raises:
+        PromptError: for anything else, and for an empty prompt.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = prompt["input_ids"]
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (list, tuple)):
+        if len(prompt) == 1 and isinstance(prompt[0], (list, tuple)):
+            prompt = prompt[0]
+        if not prompt:
+            raise PromptError("the prompt is empty: it has no token")
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            if min(prompt) < 0:
+                raise PromptError(f"the prompt has a negative token id, {min(prompt)}")
+            return {"prompt_token_ids": list(prompt)}
+        kinds = ", ".join(sorted({type(item).__name__ for item in prompt}))
+        raise PromptError(
+            f"a prompt is one text or one list of token ids, not a {type(prompt).__name__} of {kinds}. For several "
+            f"prompts, write one `with tracer.invoke(prompt):` for each in a trace without a prompt"
+        )
+    if isinstance(prompt, str):
+        if not prompt:
+            raise PromptError("the prompt is empty: it has no character, and so no token")
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        known = ("prompt", "prompt_token_ids", "prompt_embeds")
+        if not any(name in prompt for name in known):
+            raise PromptError(f"a prompt given as a dict has one of {', '.join(known)}; this one has {list(prompt)}")
+        for name in known[:2]:
+            if name in prompt and not prompt[name]:
+                raise PromptError(f"the prompt is empty: {name!r} holds nothing")
+        return dict(prompt)
+    raise PromptError(f"a prompt is text, token ids, or vLLM's dict of them, not a {type(prompt).__name__}")
+
+
+def every(requests: Iterable[Request]) -> list[str]:
+    """vLLM's ids of all the sequences of some requests."""
+    return [name for request in requests for name in request.ids]
