@@ -45,7 +45,7 @@ def test_refused(tmp_path: Path, body: str, kind: str) -> None:
     with pytest.raises(BlockSyntaxError) as caught:
         list(run() or [])
     text = str(caught.value)
-    line = next(n for n, each in enumerate(lines, 1) if body.split("\n")[0] in each and n > 3)
+    line = next(n for n, each in enumerate("\n".join(lines).split("\n"), 1) if kind.split()[-1] in each and n > 4)
     assert f"refused.py:{line}: {kind!r} cannot stand in a block" in text
     assert caught.value.lineno == line
     assert isinstance(caught.value, SyntaxError)

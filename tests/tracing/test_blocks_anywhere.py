@@ -1,5 +1,7 @@
 """A body is skipped and its names come back, in every kind of code and every shape of ``with``."""
 
+# ruff: noqa: E701, E702
+
 from __future__ import annotations
 
 import asyncio
@@ -15,6 +17,7 @@ from endoscope.errors import NoSourceError, UsageError
 
 ran: list[str] = []
 
+NAMED_LINE = sys._getframe().f_lineno + 1
 with trace("p") as module_level:
     module_name = 1 + 1
 
@@ -41,7 +44,7 @@ def test_the_body_is_never_executed_here() -> None:
 # contract: B2
 def test_module() -> None:
     assert module_name == 2
-    assert module_level.line == 18
+    assert module_level.line == NAMED_LINE
 
 
 # contract: B2
@@ -276,8 +279,9 @@ def test_items_after_the_trace_belong_to_the_block() -> None:
     backend = FakeBackend(write=False)
     with noted("before") as first, trace("p", backend) as tracer, noted("inside") as second, noted("last"):
         joined = first + second
+        order = list(entered)
     assert entered == ["before"]
-    assert backend.namespaces[0]["entered"] == ["before", "inside", "last"]
+    assert backend.namespaces[0]["order"] == ["before", "inside", "last"]
     assert backend.namespaces[0]["joined"] == "beforeinside"
     assert tracer.invokes[0].block.code.items == 2
     with (
@@ -373,6 +377,41 @@ def test_targets_that_are_not_names() -> None:
     assert places[0] is not None
 
 
+def test_a_body_that_begins_with_try_catches_nothing_of_ours() -> None:
+    class Holder:
+        tracer: Any = None
+
+    holder = Holder()
+    with trace("p", FakeBackend(write=False)) as tracer:
+        try:
+            fail()
+        except BaseException:
+            ran.append("except")
+        finally:
+            ran.append("finally")
+    assert tracer.invokes[0].prompt == "p"
+    with trace("p", FakeBackend(write=False)) as holder.tracer:
+        "a lone string"
+        try: fail()  # fmt: skip
+        except: ran.append("except")  # fmt: skip # noqa: E722
+    assert holder.tracer.invokes[0].prompt == "p"
+    with trace("p"):
+        while True:
+            try:
+                got = 1
+                break
+            finally:
+                fine = 2
+    assert (got, fine) == (1, 2)
+    with pytest.raises(IndexError):
+        with trace("p") as [][5]:
+            try:
+                fail()
+            finally:
+                ran.append("finally")
+    assert ran == []
+
+
 def test_entered_by_hand_or_by_an_exit_stack() -> None:
     with pytest.raises(UsageError, match="entered by a call, not by a with statement"):
         trace("p").__enter__()
@@ -399,7 +438,7 @@ def test_previous_trace_functions_are_put_back() -> None:
         with trace("p"):
             bound = 1
         after = bound + 1
-        with trace("p"): bound = 2  # fmt: skip # noqa: E701
+        with trace("p"): bound = 2  # fmt: skip
         return sys.gettrace(), sys._getframe().f_trace, sys._getframe().f_trace_opcodes, after
 
     previous = sys.gettrace()

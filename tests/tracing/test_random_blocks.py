@@ -79,7 +79,7 @@ def statement(draw: Any, depth: int, in_loop: bool) -> list[str]:
         case "for":
             return [f"for {name} in range(2):", *body(True), "else:", *body()]
         case "while":
-            return ["for _ in range(2):", f"    while {value}:", *["    " + line for line in body(True)], "        break"]
+            return [f"while {value}:", *body(False), "    break"]  # no `continue`, so that it ends
         case "try":
             return ["try:", *body(), f"except (NameError, TypeError) as {name}:", f"    {other} = 7", "else:", *body()]
         case "finally":
@@ -87,16 +87,15 @@ def statement(draw: Any, depth: int, in_loop: bool) -> list[str]:
         case "with":
             return ["with suppress(NameError):", *body()]
         case "def":
-            return [f"def {name}({other}={value.replace(':=', '+')}):", *body(False), f"    return {other}"] + [
-                f"{name} = {name}()"
-            ]
+            head = f"def {name}({other}={value.replace(':=', '+')}):"
+            return [head, *body(False), f"    return {other}", f"{name} = {name}()"]
         case "class":
-            return [f"class {name}:", f"    {other} = {value.replace(':=', '+')}", f"{name} = {name}.{other}"]
+            # A class attribute called as a name outside is left out: at the top of a module it reads that name first,
+            # inside a function it is unbound.
+            return [f"class {name}:", f"    inner = {value.replace(':=', '+')}", f"{name} = {name}.inner"]
         case "match":
-            return [f"match {value}:", f"    case 1 | 2 as {name}:", *["    " + line for line in body()]] + [
-                "    case _:",
-                *["    " + line for line in body()],
-            ]
+            cases = [[f"case {pattern}:", *body()] for pattern in (f"1 | 2 as {name}", "_")]
+            return [f"match {value}:", *("    " + line for case in cases for line in case)]
     return [f"{name} = 1"]
 
 
@@ -115,12 +114,19 @@ def outcome(text: str) -> tuple[Any, ...]:
             while trace_ is not None and trace_.tb_next is not None:
                 trace_ = trace_.tb_next
             return kind, trace_.tb_lineno if trace_ else None
-        return ("fine", {key: repr(value).partition(" at ")[0] for key, value in got.items() if key in "abcde"})
+        return (
+            "fine",
+            {
+                key: repr(value).partition(" at ")[0].replace("f.<locals>.", "")
+                for key, value in got.items()
+                if key in "abcde"
+            },
+        )
     finally:
         del linecache.cache[filename]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(statements())
 def test_random_blocks_give_what_plain_python_gives(lines: list[str]) -> None:
     head = "from contextlib import suppress\ndef f(a, b):\n    c = 3\n    {}:\n"

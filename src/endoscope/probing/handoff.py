@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,6 +66,8 @@ class Handoffs:
             elif probe.site is self.next_step:
                 probe.leave()
                 probe.turn(True)
+            elif (site := probe.site) is not None and probe not in site.waiting:
+                self.wanted(probe, site)
         if self.probes and not self.wrappers.recorded:
             self.wrappers.record()
         elif len(self.wrappers):
@@ -80,7 +83,11 @@ class Handoffs:
                 while not probe.dead and (site := probe.site) is not None and site is not self.next_step:
                     probe.fail(self._missed(probe, site))
                 probe.step += 1
+            elif (site := probe.site) is not None and site is not self.next_step and probe in site.waiting:
+                # It keeps its place for the next part of the prompt, and takes no part in steps without it.
+                site.waiting.remove(probe)
         self.probes = ()
+        self._last_layout = [], self._last_layout[1]
 
     def visit(self, site: Site, value: Any) -> Any:
         """The pass is at a site: hand its value to all who wait there.
@@ -88,7 +95,18 @@ class Handoffs:
         Returns:
             The value, or one in its place with the rows in it that blocks changed.
         """
+        if site is self.logits:
+            self._forward_ends()
         return value if (edit := self._visit(site, value)) is None else edit.result(value)
+
+    def _forward_ends(self) -> None:
+        """No module runs any more in this step: a probe that waits for one gets an error, and may still ask for logits."""
+        if self.wrappers.clock is not None:
+            self.wrappers.recording_ends()
+        for probe in self.probes:
+            if probe.samples:
+                while not probe.dead and (site := probe.site) is not None and site.station is not None:
+                    probe.fail(self._missed(probe, site))
 
     def _visit(self, site: Site, value: Any) -> Edit | None:
         edit: Edit | None = None
@@ -101,10 +119,9 @@ class Handoffs:
                     view, parts = copy.view(index)
                     if position is not None:
                         probe.position = position
+                    probe.fixed = copy.nobodys(parts)
                     probe.turn(view)
-                    if probe.error is None and (
-                        probe.replacement is not NOTHING or any([part._version for part in parts])
-                    ):
+                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
                         edit = edit or Edit(value, self.step)
                         self._collect(probe, site, view, parts, edit)
         return edit if edit is not None and edit.fresh else None
@@ -120,23 +137,27 @@ class Handoffs:
 
     def _collect(self, probe: Probe, site: Site, view: Any, parts: list[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""
-        probe.edited = True
-        replaced = probe.replacement is not NOTHING
-        rows = matched(site.name, view, probe.replacement) if replaced else parts
         try:
-            for index, (part, new) in enumerate(zip(parts, rows, strict=True)):
-                if new is not part or part._version:
-                    edit.write(index, probe.span, new)
-        except ReplacementError as error:
-            if not probe.dead:
-                probe.fail(ReplacementError(f"{site.name}: {error}"))
+            # Matched anew: what was assigned may have been changed in place since.
+            rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
+            pairs = enumerate(zip(parts, rows, strict=True))
+            edit.write(probe.span, [(index, new) for index, (part, new) in pairs if new is not part or part._version])
+            probe.edited = True
+        except Exception as error:
+            # Whatever a block made of its value is its own failure, never that of the engine's step.
+            text = str(error) if isinstance(error, ReplacementError) else f"{type(error).__name__}: {error}"
+            failure = ReplacementError(text if text.startswith(site.name) else f"{site.name}: {text}")
+            if probe.dead:
+                probe.error = failure
             else:
-                probe.error = ReplacementError(f"{site.name}: {error}")
+                probe.fail(failure)
 
     # What probes ask.
 
-    def wanted(self, site: Site) -> None:
+    def wanted(self, probe: Probe, site: Site) -> None:
         """A probe has parked at the site: make the pass come by."""
+        if site is self.next_step or site.station is not None or probe.samples:
+            site.waiting.append(probe)
         if site.station is not None:
             self.wrappers.want(site.station)
 
@@ -149,13 +170,20 @@ class Handoffs:
         """
         if probe.finished:
             raise NeverRanError(f"{site.name} was asked for, but the request had ended after {_steps(probe.step)}")
-        if site.kind in ("resid_pre", "resid_post") and (station := site.station) is not None and station.stream is None:
+        if (
+            site.kind in ("resid_pre", "resid_post")
+            and (station := site.station) is not None
+            and station.stream is None
+        ):
             raise SiteError(
                 f"{station.path or 'the model'} ({type(station.module).__name__}) is no decoder layer: only an "
                 f"element of the model's list of layers that takes hidden states has {site.kind}"
             )
         position = site.position
         if position is None or position > probe.position:
+            return
+        if self.wrappers.clock is not None and site.station is not None:
+            # The first pass is under way, and nobody knows yet whether it runs the module again.
             return
         if position == probe.position and probe.last is not None and probe.last is not site:
             return
@@ -170,14 +198,16 @@ class Handoffs:
         )
 
     def _missed(self, probe: Probe, site: Site) -> SiteError:
-        station = site.station
-        if station is not None and (station.entered is not None and probe.position >= 0):
+        station, position = site.station, site.position
+        if station is None:
+            return NeverRanError(f"{site.name} was asked for in step {probe.step}, which came to an end without it")
+        if station.entered is not None and probe.position >= 0 and (position is None or position <= probe.position):
             return self._out_of_order(probe, site)
-        reason = "did not run in that step" if station is None or station.entered is None else "did not run again in it"
-        what = "the site" if station is None else (station.path or "the model")
+        last = "" if probe.last is None else f"; the block had last stopped at {probe.last.name}"
         return NeverRanError(
-            f"{site.name} was asked for in step {probe.step}, but {what} {reason}. vLLM may use the module's weights "
-            f"without calling it; the modules that do run are those of the model's forward pass"
+            f"{site.name} was asked for in step {probe.step}, but {station.path or 'the model'} did not run in that "
+            f"step{last}. vLLM may use the module's weights without calling it; the modules that do run are those of "
+            f"the model's forward pass"
         )
 
     # What wrappers call.
@@ -218,11 +248,12 @@ class Handoffs:
                     output = self._stream(station.resid_post, output, None)[0]
         caches = [cache for cache in station.caches if cache.probe.in_step]
         if caches:
-            caches.sort(key=lambda cache: cache.probe.span.row)
+            # One block may have several caches.
+            probes = sorted({cache.probe for cache in caches}, key=_row)
             with tracked():
-                copy = Copy(output, self._layout([cache.probe for cache in caches]))
-            for index, cache in enumerate(caches):
-                cache.visits[station.path].append((copy, index))
+                copy = Copy(output, self._layout(probes))
+            for cache in caches:
+                cache.visits[station.path].append((copy, probes.index(cache.probe)))
         return output
 
     def _stream(self, site: Site, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, Any]:
@@ -238,6 +269,9 @@ class Handoffs:
             hidden[start:stop] = edit.fresh[0][start:stop]
             residual[start:stop] = 0
         return hidden, residual
+
+
+_version = operator.attrgetter("_version")
 
 
 def _row(probe: Probe) -> int:

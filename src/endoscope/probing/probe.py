@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from endoscope.errors import NeverRanError, UsageError
+from endoscope.errors import NeverRanError, ReplacementError, UsageError
 from endoscope.probing import state
-from endoscope.probing.rows import Span, matched
+from endoscope.probing.rows import NOBODYS, Span, matched, tensors
 from endoscope.probing.saves import named, save_method
 from endoscope.probing.site import Site
 
 if TYPE_CHECKING:
+    import torch
+
     from endoscope.probing.handoff import Handoffs
 
 NOTHING: Any = object()
@@ -58,6 +60,8 @@ class Probe(greenlet):
         super().__init__(self._block)
         self.code = code
         self.namespace = namespace
+        self.outside: dict[str, Any] = {}
+        """The namespace as the block found it."""
         self.host = host
         self.request = request
         self.output = Relay(relay, "stdout") if relay else None
@@ -77,12 +81,16 @@ class Probe(greenlet):
         self.samples = True
         """Whether the step makes a token for the request."""
         self.value: Any = None
+        self.shown: Any = None
+        """What was handed over at that visit, whatever was assigned since."""
+        self.fixed: list[torch.Tensor] = []
+        """Those of its tensors whose rows belong to no request."""
         self.replacement: Any = NOTHING
         self.kept: list[tuple[str, Any]] = []
         self.edited = False
         self.finished = False
         self.stopped = False
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # type: ignore[assignment]
         self.caches: list[Any] = []
         self._state = state.FRESH
 
@@ -93,6 +101,7 @@ class Probe(greenlet):
         namespace["__builtins__"] = __builtins__
         namespace["__endoscope_save__"] = save_method
         namespace.setdefault("__name__", "__block__")
+        self.outside = dict(namespace)
         try:
             exec(self.code, namespace)
         except StopBlock:
@@ -111,15 +120,16 @@ class Probe(greenlet):
             return self.value
         self.host.check(self, site)
         value = self.park(site)
-        self.last, self.holds, self.value = site, True, value
+        self.last, self.holds, self.value, self.shown = site, True, value, value
         return value
 
     def park(self, site: Site) -> Any:
         """Give the turn back until somebody hands the probe a value for this site."""
+        if self.stopped:  # and the block has caught what tracer.stop() raised, and goes on
+            raise StopBlock
         self.site = site
         self.holds = False
-        site.waiting.append(self)
-        self.host.wanted(site)
+        self.host.wanted(self, site)
         parent = self.parent
         assert parent is not None
         return parent.switch()
@@ -130,10 +140,14 @@ class Probe(greenlet):
         Raises:
             ReplacementError: if the value does not fit in structure, shape or dtype.
         """
-        current = self.take(site)
-        matched(site.name, current, value)
-        self.replacement = value
-        self.value = value
+        self.take(site)
+        shown = self.shown
+        rows = matched(site.name, shown, value)
+        for new, old in zip(rows, tensors(shown), strict=True):
+            if new is not old and any(old is part for part in self.fixed):
+                raise ReplacementError(f"{site.name}: {NOBODYS.format(tuple(old.shape))}")
+        # A number is read back as the tensor that it becomes.
+        self.value = self.replacement = value if isinstance(value, (tuple, list, dict)) else rows[0] if rows else value
 
     def keep(self, text: str, value: Any) -> None:
         """Mark a value to be sent home."""
@@ -158,18 +172,25 @@ class Probe(greenlet):
             self.parent = current
         self.site = None
         self.replacement = NOTHING
+        if throw is not None and not self and not self.dead:
+            # A greenlet that was never started would raise it here.
+            if not isinstance(throw, GreenletExit):
+                self.error = throw
+            throw = GreenletExit()
         run, argument = (self.switch, value) if throw is None else (self.throw, throw)
         if self.relay is None:
             self._state = state.switch(self._state, run, argument)
             return
         output, errors, showwarning = sys.stdout, sys.stderr, warnings.showwarning
-        sys.stdout, sys.stderr, warnings.showwarning = self.output, self.errors, self._warn  # type: ignore[assignment]
+        sys.stdout, sys.stderr, warnings.showwarning = self.output, self.errors, self._warn
         try:
             self._state = state.switch(self._state, run, argument)
         finally:
             sys.stdout, sys.stderr, warnings.showwarning = output, errors, showwarning
 
-    def _warn(self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def _warn(
+        self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         assert self.relay is not None
         self.relay("warning", (str(message), category, filename, lineno))
 
@@ -188,9 +209,9 @@ class Probe(greenlet):
     def finish(self) -> None:
         """The request has ended: a loop over steps ends, and the code after it runs to the end of the block."""
         self.finished = True
-        if self.dead:
-            return
         for _ in range(ENDINGS):
+            if self.dead:
+                return
             site = self.site
             self.leave()
             if site is self.host.next_step:
@@ -198,8 +219,6 @@ class Probe(greenlet):
             else:
                 name = "a site" if site is None else site.name
                 self.turn(throw=NeverRanError(f"{name} was asked for, but the request ended in step {self.step}"))
-            if self.dead:
-                return
         self.kill()
 
     def kill(self) -> None:
@@ -214,14 +233,16 @@ class Probe(greenlet):
 
     def saves(self) -> dict[str, Any]:
         """The saved values by name, as they are now."""
-        return named(self.kept, self.namespace)
+        return named(self.kept, self.namespace, self.outside)
 
     def clear(self) -> None:
         """Let go of everything that the block held."""
         self.namespace.clear()
+        self.outside.clear()
         self.kept.clear()
         self.caches.clear()
-        self.value = self.replacement = self.site = self.last = None
+        self.fixed = []
+        self.value = self.shown = self.replacement = self.site = self.last = None
 
 
 ENDINGS = 8

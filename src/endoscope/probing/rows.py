@@ -7,6 +7,8 @@ at the request's row; any other belongs to no request and is handed out whole.
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,24 +47,40 @@ class Span:
 
 
 def walk(value: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure with every tensor replaced by what ``visit`` makes of it."""
+    """The same structure, of the same classes, with every tensor replaced by what ``visit`` makes of it."""
     if isinstance(value, torch.Tensor):
         return visit(value)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         items = [walk(item, visit) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [walk(item, visit) for item in value]
+        kind = type(value)
+        if kind is tuple:
+            return tuple(items)
+        if kind is list:
+            return items
+        # What holds no tensor, such as a torch.Size, may not be one that can be made from any items.
+        if all(map(operator.is_, items, value)):
+            return value
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, dict):
-        return {key: walk(item, visit) for key, item in value.items()}
+        made = {key: walk(item, visit) for key, item in value.items()}
+        if type(value) is dict or all(made[key] is value[key] for key in made):
+            return made if type(value) is dict else value
+        same = copy.copy(value)
+        for key, item in made.items():
+            same[key] = item
+        return same
     return value
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor of the value, in the order of :func:`walk`."""
-    found: list[torch.Tensor] = []
-    walk(value, found.append)
-    return found
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for item in value for tensor in tensors(item)]
 
 
 class Layout:
@@ -112,30 +130,40 @@ class Copy:
 
     It holds the rows from the first request's to the last's, and is made outside inference mode, so that
     each request's piece of it has a version counter of its own, which tells whether a block wrote into it.
+    Nothing of the engine's own tensors is kept.
     """
 
-    __slots__ = ("_pieces", "bases", "layout", "value")
+    __slots__ = ("_flat", "_pieces", "bases", "count", "cuts", "value")
 
     def __init__(self, value: Any, layout: Layout) -> None:
-        self.value = value
-        self.layout = layout
+        self.count = layout.count
         self.bases: list[torch.Tensor] = []
+        self.cuts: list[Cuts | None] = []
         self._pieces: list[list[torch.Tensor]] | None = None
-        for tensor in (value,) if isinstance(value, torch.Tensor) else tensors(value):
+        self._flat = type(value) is tuple and all([isinstance(item, torch.Tensor) for item in value])
+        for tensor in (value,) if isinstance(value, torch.Tensor) else value if self._flat else tensors(value):
             cuts = layout.of(tensor)
+            self.cuts.append(cuts)
             self.bases.append((tensor if cuts is None else tensor[cuts[0] : cuts[1]]).clone())
+        if isinstance(value, torch.Tensor):
+            self.value: Any = self.bases[0]
+        elif self._flat:
+            self.value = ()
+        else:
+            base = iter(self.bases)
+            self.value = walk(value, lambda tensor: next(base))
 
     def pieces(self) -> list[list[torch.Tensor]]:
         """For each tensor of the value, one piece for each request, in the order of the layout."""
         if self._pieces is None:
             self._pieces = []
-            originals = (self.value,) if isinstance(self.value, torch.Tensor) else tensors(self.value)
-            for base, original in zip(self.bases, originals, strict=True):
-                cuts = self.layout.of(original)
+            for base, cuts in zip(self.bases, self.cuts, strict=True):
+                # ``data`` counts its versions from 0, which a clone of the engine's tensor need not.
                 if cuts is None:
-                    self._pieces.append([base.data for _ in range(self.layout.count)])
-                elif self.layout.count == 1:
-                    self._pieces.append([base])
+                    # Nobody's rows. Each request has them all, and must not see what another's block writes there.
+                    self._pieces.append([base.data, *(base.clone().data for _ in range(self.count - 1))])
+                elif self.count == 1:
+                    self._pieces.append([base.data])
                 else:
                     # One call, and unlike those of a plain split the pieces do not share a version counter.
                     split = torch.unsafe_split_with_sizes(base, cuts[2])
@@ -148,10 +176,14 @@ class Copy:
         value = self.value
         if isinstance(value, torch.Tensor):
             return parts[0], parts
-        if type(value) is tuple and len(parts) == len(value):
+        if self._flat:
             return tuple(parts), parts
         piece = iter(parts)
         return walk(value, lambda tensor: next(piece)), parts
+
+    def nobodys(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a request's parts that are not cut: their rows belong to no request."""
+        return [part for part, cuts in zip(parts, self.cuts, strict=True) if cuts is None]
 
 
 def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:
@@ -162,7 +194,7 @@ def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:
     """
     if isinstance(expected, torch.Tensor):
         if isinstance(given, (int, float, bool)) and expected.numel() == 1:
-            given = torch.tensor(given)
+            given = torch.tensor(given, device=expected.device)
         if not isinstance(given, torch.Tensor):
             raise ReplacementError(f"{name} takes a tensor of shape {tuple(expected.shape)}, not a {_kind(given)}")
         if given.shape != expected.shape and not (given.numel() == expected.numel() == 1):
@@ -172,7 +204,9 @@ def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:
             )
         if not torch.can_cast(given.dtype, expected.dtype):
             raise ReplacementError(f"{name} takes {expected.dtype}; {given.dtype} cannot be cast to it")
-        return [given.reshape(expected.shape)]
+        if given.layout is not torch.strided or given.is_meta:
+            raise ReplacementError(f"{name} takes a dense tensor that has values, not {_odd(given)}")
+        return [given if given.shape == expected.shape else given.reshape(expected.shape)]
     if isinstance(expected, (tuple, list)):
         if not isinstance(given, (tuple, list)) or len(given) != len(expected):
             raise ReplacementError(
@@ -193,6 +227,13 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
+def _odd(tensor: torch.Tensor) -> str:
+    return "one on the meta device" if tensor.is_meta else f"a {tensor.layout} one"
+
+
+NOBODYS = "a tensor of shape {} has no rows of this request alone, so it can be read but not changed"
+
+
 class Edit:
     """What blocks did to a value at one visit: rows written into a copy that takes the value's place.
 
@@ -208,23 +249,31 @@ class Edit:
         self.rows: list[tuple[int, int]] = []
         self.step = step
 
-    def write(self, index: int, span: Span, rows: torch.Tensor) -> None:
-        """Put a request's rows into tensor number ``index``.
+    def write(self, span: Span, changes: list[tuple[int, torch.Tensor]]) -> None:
+        """Put a request's rows into the tensors of these numbers: into all of them, or into none.
 
         Raises:
-            ReplacementError: if no rows of the tensor belong to the request alone.
+            ReplacementError: if no rows of a tensor belong to the request alone, or the rows have
+                another shape now.
         """
-        edge = span.of(self.originals[index], self.step)
-        if edge is None:
-            shape = tuple(self.originals[index].shape)
-            raise ReplacementError(
-                f"a tensor of shape {shape} has no rows of this request alone, so it can be read but not changed"
-            )
-        target = self.fresh.get(index)
-        if target is None:
-            target = self.fresh[index] = self.originals[index].clone()
-        target[edge[0] : edge[1]].copy_(rows)
-        self.rows.append(edge)
+        edges = []
+        for index, rows in changes:
+            original = self.originals[index]
+            edge = span.of(original, self.step)
+            if edge is None:
+                raise ReplacementError(NOBODYS.format(tuple(original.shape)))
+            shape = (edge[1] - edge[0], *original.shape[1:])
+            if [size for size in rows.shape if size != 1] != [size for size in shape if size != 1]:
+                raise ReplacementError(
+                    f"a value of shape {shape} was given the shape {tuple(rows.shape)} in place, and no longer fits"
+                )
+            edges.append((edge, rows.reshape(shape)))
+        for (index, _), (edge, rows) in zip(changes, edges, strict=True):
+            target = self.fresh.get(index)
+            if target is None:
+                target = self.fresh[index] = self.originals[index].clone()
+            target[edge[0] : edge[1]].copy_(rows)
+            self.rows.append(edge)
 
     def result(self, value: Any) -> Any:
         """The value with the edited tensors in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from greenlet import getcurrent
@@ -33,7 +34,7 @@ def save(value: Any, text: str = "") -> Any:
 def save_method(value: Any, text: str) -> Any:
     """What ``value.save()`` in a block becomes: the object's own ``save`` if it has one, else :func:`save`."""
     own = getattr(type(value), "save", None)
-    if own is not None and own is not tensor_save:
+    if (own is not None and own is not tensor_save) or "save" in getattr(value, "__dict__", ()):
         return value.save()
     return save(value, text)
 
@@ -43,21 +44,42 @@ def tensor_save(self: Any) -> Any:
     return save(self, "tensor")
 
 
-def named(kept: list[tuple[str, Any]], namespace: dict[str, Any]) -> dict[str, Any]:
+_ATOMS = (int, float, complex, str, bytes, type(None))
+_MISSING: Any = object()
+
+
+def named(
+    kept: list[tuple[str, Any]], namespace: dict[str, Any], outside: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The saved values by name.
 
-    A value that is bound to names when the block ends goes home under each of them; any other under
-    the text of its expression, and as a list where several came from one expression.
+    A value that the block has bound to names goes home under each of them; any other under the text of
+    its expression, and as a list where several came from one expression.
+
+    Args:
+        kept: text and value of each saved one.
+        namespace: the names of the block, as they are now.
+        outside: the names as the block found them: one that still has that value was not bound by the block.
     """
-    ids = {id(value) for _, value in kept}
-    saves = {
-        name: value for name, value in namespace.items() if id(value) in ids and not name.startswith("__endoscope_")
-    }
+    outside = outside or {}
+    texts = {(text, id(value)) for text, value in kept}
+    ids = {id(value) for text, value in kept if not _names_itself(text, value)}
+    saves = {}
+    for name, value in namespace.items():
+        is_text = (name, id(value)) in texts
+        is_bound = id(value) in ids and outside.get(name, _MISSING) is not value
+        if (is_text or is_bound) and not name.startswith("__endoscope_"):
+            saves[name] = value
     bound = {id(value) for value in saves.values()}
     unnamed: dict[str, list[Any]] = {}
     for text, value in kept:
-        if id(value) not in bound:
+        if (text not in saves or saves[text] is not value) if _names_itself(text, value) else id(value) not in bound:
             unnamed.setdefault(text, []).append(value)
     for text, values in unnamed.items():
         saves.setdefault(text, values[0] if len(values) == 1 else values)
     return saves
+
+
+def _names_itself(text: str, value: Any) -> bool:
+    # Python has one object for all equal small numbers: where the text is a name, no other name is meant.
+    return isinstance(value, _ATOMS) and text.isidentifier()

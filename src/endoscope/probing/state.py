@@ -7,27 +7,41 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled
 from torch._C import (
+    _get_function_stack_at,
     _InferenceMode,
+    _is_any_autocast_enabled,
     _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
     _set_grad_enabled,
 )
+from torch.utils import _device
+
+AUTOCAST = ("cpu", "cuda")
+"""The kinds of device whose autocast is kept apart."""
+
+
+class Modes(NamedTuple):
+    """The function modes that are entered, outermost first, and what ``torch.set_default_device`` keeps beside them."""
+
+    stack: tuple[Any, ...] = ()
+    device: torch.device | None = None
+    context: Any = None
 
 
 class TorchState(NamedTuple):
     """The modes and defaults that a block may change and that must not leak out of it.
 
-    ``modes`` are the function modes that the block has entered, such as the one that
-    ``torch.set_default_device`` sets.
+    ``dtype``, ``autocast`` and ``modes`` are ``None`` where the block has what the thread has.
     """
 
     grad: bool = False
     inference: bool = False
     dtype: torch.dtype | None = None
-    autocast: bool = False
-    modes: tuple[Any, ...] = ()
+    autocast: tuple[tuple[bool, torch.dtype], ...] | None = None
+    modes: Modes | None = None
 
 
 FRESH = TorchState()
@@ -48,33 +62,66 @@ def switch(state: TorchState, run: Any, *args: Any) -> TorchState:
     Returns:
         The block's state afterwards, to be given to the next call.
     """
-    dtype, autocast, depth = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), _len_torch_function_stack()
+    dtype = get_default_dtype()
+    # While autocast is off, what it would cast to still counts: the next autocast takes it as its default.
+    autocast = _autocast() if _is_any_autocast_enabled() else None
+    cpu, cuda = get_autocast_dtype("cpu"), get_autocast_dtype("cuda")
+    # Without a function mode there is no default device either.
+    modes = _modes() if _len_torch_function_stack() else None
     # The guard also brings back whatever the block does to the gradient and inference modes.
     with _InferenceMode(state.inference):
         _set_grad_enabled(state.grad)
         if state is not FRESH:
-            _apply(state, dtype)
+            if state.dtype is not None:
+                torch.set_default_dtype(state.dtype)
+            if state.autocast is not None:
+                _set_autocast(state.autocast)
+            if state.modes is not None:
+                _set_modes(state.modes)
         run(*args)
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    found = torch.get_default_dtype()
-    found_autocast = torch.is_autocast_enabled("cpu")
-    if (
-        found == dtype
-        and found_autocast == autocast
-        and not (grad or inference)
-        and _len_torch_function_stack() == depth
-    ):
-        return FRESH
-    modes = []
-    while _len_torch_function_stack() > depth:
-        modes.append(_pop_torch_function_stack())
+        grad, inference = is_grad_enabled(), is_inference_mode_enabled()
+    found = get_default_dtype()
+    found_autocast = found_modes = None
+    if autocast is not None or _is_any_autocast_enabled():
+        found_autocast = _autocast()
+        own = autocast or ((False, cpu), (False, cuda))
+        if found_autocast == own:
+            found_autocast = None
+        else:
+            _set_autocast(own)
+    if modes is not None or _len_torch_function_stack():
+        found_modes = _modes()
+        if found_modes == (modes or Modes()):
+            found_modes = None
+        else:
+            _set_modes(modes or Modes())
+    if found == dtype:
+        if not grad and not inference and found_autocast is None and found_modes is None:
+            return FRESH
+        return TorchState(grad, inference, None, found_autocast, found_modes)
     torch.set_default_dtype(dtype)
-    torch.set_autocast_enabled("cpu", autocast)
-    return TorchState(grad, inference, found, found_autocast, tuple(reversed(modes)))
+    return TorchState(grad, inference, found, found_autocast, found_modes)
 
 
-def _apply(state: TorchState, dtype: torch.dtype) -> None:
-    torch.set_default_dtype(state.dtype or dtype)
-    torch.set_autocast_enabled("cpu", state.autocast)
-    for mode in state.modes:
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    return tuple((is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in AUTOCAST)
+
+
+def _set_autocast(autocast: tuple[tuple[bool, torch.dtype], ...]) -> None:
+    for kind, (enabled, dtype) in zip(AUTOCAST, autocast, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _modes() -> Modes:
+    stack = tuple(_get_function_stack_at(index) for index in range(_len_torch_function_stack()))
+    return Modes(stack, _device.CURRENT_DEVICE, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
+
+
+def _set_modes(modes: Modes) -> None:
+    while _len_torch_function_stack():
+        _pop_torch_function_stack()
+    for mode in modes.stack:
         _push_on_torch_function_stack(mode)
+    _device.CURRENT_DEVICE = modes.device
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = modes.context

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
-from endoscope.errors import NeverRanError, UnknownModuleError, UnsupportedError, UsageError
+from endoscope.errors import NeverRanError, OutOfOrderError, UnknownModuleError, UnsupportedError, UsageError
 from endoscope.probing.cache import Cache
 from endoscope.probing.handoff import Handoffs
 from endoscope.probing.probe import Probe, StopBlock, current_probe
@@ -37,8 +37,11 @@ class Steps:
     def __getitem__(self, steps: slice | int | Iterable[int]) -> Iterator[int]:
         """Iterate over the chosen steps; the loop ends with the request, if that is earlier.
 
+        Steps that have gone by are left out of a range of them.
+
         Raises:
             ValueError: for a step that is negative or not a whole number.
+            OutOfOrderError: in the loop, for a step that was asked for by its number and has gone by.
         """
         if isinstance(steps, slice):
             start, stop, by = steps.start or 0, steps.stop, 1 if steps.step is None else steps.step
@@ -48,8 +51,10 @@ class Steps:
                 raise ValueError("tracer.iter takes a step of at least 1")
             return _run(iter(range(start, stop, by)) if stop is not None else _count(start, by))
         if isinstance(steps, int):
-            return _run(iter([_whole(steps)]))
-        return _run(iter([_whole(step) for step in steps]))
+            return _run(iter([_whole(steps)]), named=True)
+        if not isinstance(steps, Iterable):
+            _whole(steps)
+        return _run(iter([_whole(step) for step in steps]), named=True)
 
     def __iter__(self) -> Iterator[int]:
         return self[:]
@@ -69,9 +74,13 @@ def _count(start: int, by: int) -> Iterator[int]:
         start += by
 
 
-def _run(steps: Iterator[int]) -> Iterator[int]:
+def _run(steps: Iterator[int], named: bool = False) -> Iterator[int]:
     probe = current_probe("tracer.iter")
     for step in steps:
+        if step < probe.step and not probe.finished:
+            if named:
+                raise OutOfOrderError(f"tracer.iter asked for step {step}, but the block is already in step {probe.step}")
+            continue
         while probe.step < step:
             if not probe.next_step():
                 return
@@ -106,14 +115,32 @@ class BlockTracer(Referenced):
             NeverRanError: if the request ends before.
         """
         probe = current_probe("tracer.next()")
-        if not probe.next_step():
-            raise NeverRanError(f"tracer.next() asked for step {probe.step + 1}, but the request ended before it")
+        step = probe.step
+        while probe.step == step:
+            if not probe.next_step():
+                raise NeverRanError(f"tracer.next() asked for step {step + 1}, but the request ended before it")
         return probe.step
 
     def stop(self) -> None:
         """End this block and its request at this step; what was saved goes home."""
-        current_probe("tracer.stop()")
+        current_probe("tracer.stop()").stopped = True
         raise StopBlock
+
+    def emit(self, **values: Any) -> None:
+        """Send values home now, without waiting for the end of the request.
+
+        They are copied as they are at this moment, and arrive with the output of this step, in
+        ``output.emits``.
+
+        Args:
+            **values: the values by name.
+
+        Raises:
+            SerializationError: if a value cannot travel.
+        """
+        probe = current_probe("tracer.emit()")
+        if probe.relay is not None:
+            probe.relay("emit", values)
 
     def cache(self, modules: Iterable[Any] | Any = None) -> CacheView:
         """Keep the output of every further visit to the modules.
@@ -190,11 +217,42 @@ class CacheView(dict[str, list[Any]]):
         return self
 
     def __getitem__(self, key: Any) -> list[Any]:
-        self.fill()
-        return super().__getitem__(key._station.path if isinstance(key, ModuleView) else key)
+        return super(CacheView, self.fill()).__getitem__(_path(key))
+
+    def __contains__(self, key: Any) -> bool:
+        return super(CacheView, self.fill()).__contains__(_path(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return super(CacheView, self.fill()).__iter__()
+
+    def __len__(self) -> int:
+        return super(CacheView, self.fill()).__len__()
+
+    def __repr__(self) -> str:
+        return super(CacheView, self.fill()).__repr__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The outputs of a module, or the default if it has no part in the cache."""
+        return super(CacheView, self.fill()).get(_path(key), default)
+
+    def keys(self) -> KeysView[str]:
+        """The paths of the modules."""
+        return super(CacheView, self.fill()).keys()
+
+    def values(self) -> ValuesView[list[Any]]:  # type: ignore[override]
+        """The outputs of each module."""
+        return super(CacheView, self.fill()).values()
+
+    def items(self) -> ItemsView[str, list[Any]]:  # type: ignore[override]
+        """Paths and outputs."""
+        return super(CacheView, self.fill()).items()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self.fill()),)
+
+
+def _path(key: Any) -> Any:
+    return key._station.path if isinstance(key, ModuleView) else key
 
 
 def caches_close(probe: Probe) -> None:

@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from endoscope.errors import UnknownModuleError
 from endoscope.probing.handoff import Handoffs
 from endoscope.probing.probe import current_probe
@@ -48,7 +46,7 @@ class ModuleView(Referenced):
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module is called with, as ``(args, kwargs)``."""
-        return current_probe(self._station.inputs.name).take(self._station.inputs)
+        return current_probe(self._station.inputs.name).take(self._station.inputs)  # type: ignore[no-any-return]
 
     @inputs.setter
     def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -127,13 +125,13 @@ class ModuleView(Referenced):
         )
 
     def __getitem__(self, index: int | slice | str) -> Any:
-        children = list(self._station.module.named_children())
         if isinstance(index, str):
             return self._child(index)
+        children = self._names()
         if isinstance(index, slice):
-            return [self._child(name) for name, _ in children[index]]
+            return [self._child(name) for name in children[index]]
         try:
-            return self._child(children[index][0])
+            return self._child(children[index])
         except IndexError:
             raise UnknownModuleError(
                 f"{self._station.path or 'the model'}[{index}] was asked for, but it has {len(children)} modules"
@@ -143,10 +141,14 @@ class ModuleView(Referenced):
         return len(self._station.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[ModuleView]:
-        return iter([self._child(name) for name, _ in self._station.module.named_children()])
+        return iter([self._child(name) for name in self._names()])
+
+    def _names(self) -> list[str]:
+        # named_children leaves out a module that stands there a second time.
+        return [name for name, module in self._station.module._modules.items() if module is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._station.module(*args, **kwargs)
+        return self._station.module(*map(module_of, args), **{name: module_of(arg) for name, arg in kwargs.items()})
 
     def __repr__(self) -> str:
         return f"<{self._station.path or 'model'}: {type(self._station.module).__name__}>"
@@ -212,6 +214,6 @@ def unknown(handoffs: Handoffs, station: Station, name: str) -> str:
     return text
 
 
-def module_of(value: Any) -> nn.Module | None:
-    """The module that a view stands for."""
-    return value._station.module if isinstance(value, ModuleView) else None
+def module_of(value: Any) -> Any:
+    """The module that a view stands for; any other value as it is."""
+    return value._station.module if isinstance(value, ModuleView) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from greenlet import getcurrent
@@ -47,15 +47,22 @@ class Wrappers:
 
     def want(self, station: Station) -> None:
         """Wrap the module and those that it is inside of: they may be entered before a block asks for them."""
-        for one in (station, *station.outer):
-            if one.module not in self.on:
-                self._wrap(one.module)
+        for module in self._needed(station):
+            if module not in self.on:
+                self._wrap(module)
 
     def keep(self, stations: Iterable[Station]) -> None:
         """Unwrap every module but these and those that they are inside of."""
-        needed = {one.module for station in stations for one in (station, *station.outer)}
+        needed = {module for station in stations for module in self._needed(station)}
         for module in [module for module in self.on if module not in needed]:
             self._unwrap(module)
+
+    def _needed(self, station: Station) -> Iterator[nn.Module]:
+        # What a module with several names is inside of tells under which of them it runs.
+        for name in self.stations[station.module]:
+            yield name.module
+            for one in name.outer:
+                yield one.module
 
     def record(self) -> None:
         """Note when each module runs in the pass that begins now.

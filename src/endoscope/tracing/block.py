@@ -20,8 +20,6 @@ from endoscope.tracing.serialize import dumps
 if TYPE_CHECKING:
     from endoscope.tracing.source import Place
 
-_MISSING: Any = object()
-
 
 class Code(msgspec.Struct, frozen=True):
     """The text of a block, and what is needed to compile it as if it still stood in its file.

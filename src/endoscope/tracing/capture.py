@@ -19,10 +19,11 @@ class Capture:
         place: where in it.
     """
 
-    __slots__ = ("_skip", "frame", "place")
+    __slots__ = ("_skip", "_value", "frame", "place")
 
-    def __init__(self, frame: FrameType) -> None:
+    def __init__(self, frame: FrameType, value: object) -> None:
         self.frame = frame
+        self._value = value  # what __enter__ returns
         self.place = find_with(frame)
         self._skip = Skip(frame, self.place)
 
@@ -38,7 +39,10 @@ class Capture:
             references: see :meth:`Block.capture`.
         """
         self._skip.stop()
-        if isinstance(error, Skipped) or (error is None and not self.place.inside):
+        place = self.place
+        if isinstance(error, Skipped) or (error is None and not place.inside):
+            if place.target is not None:
+                place.target.assign(self.frame, self._value, place.variables, place.global_names)
             return Block.capture(self.place, self.frame, references)
         if error is not None and not self._raised_inside(error):
             return None

@@ -6,7 +6,6 @@ import linecache
 import os
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -66,7 +65,9 @@ def _frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
     return tuple(frames[starts[0] :] if starts else frames)
 
 
-def put_together(failure: Failure, resolve: Callable[[tuple[str, ...]], Any], lines: dict[str, list[str]]) -> BaseException:
+def put_together(
+    failure: Failure, resolve: Callable[[tuple[str, ...]], Any], lines: dict[str, list[str]]
+) -> BaseException:
     """The exception as it is raised to the caller: of the original's class and of :class:`BlockError`.
 
     Args:
@@ -113,7 +114,7 @@ def _plain(failure: Failure) -> BaseException:
     builtin = getattr(sys.modules["builtins"], failure.name, None) if failure.module == "builtins" else None
     if isinstance(builtin, type) and issubclass(builtin, Exception):
         try:
-            both = joined(builtin)
+            both: type[BaseException] = joined(builtin)
             error: BaseException = both.__new__(both, failure.message)
             error.args = (failure.message,)
             return error
@@ -123,14 +124,19 @@ def _plain(failure: Failure) -> BaseException:
     return BlockError(f"{name}: {failure.message}")
 
 
-@lru_cache(maxsize=256)
+_joined: dict[type[Exception], type[Exception]] = {}
+
+
 def joined(kind: type[Exception]) -> type[Exception]:
     """The class that is both ``kind`` and :class:`BlockError`, under the name of ``kind``."""
     if issubclass(kind, BlockError):
         return kind
+    if kind in _joined:
+        return _joined[kind]
     both: type[Exception] = type(kind.__name__, (BlockError, kind), {"__doc__": kind.__doc__, "__str__": kind.__str__})
     both.__module__ = kind.__module__
     both.__qualname__ = kind.__qualname__
+    _joined[kind] = both
     return both
 
 

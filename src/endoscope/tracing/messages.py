@@ -85,7 +85,16 @@ class Warned(msgspec.Struct, frozen=True, array_like=True, tag=2):
     line: int
 
 
-Message = Ended | Printed | Warned
+class Emitted(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Engine to client: values that a block sends home at the step that made them."""
+
+    key: str
+    sequence: int
+    values: bytes
+    """A dict by name, as ``serialize.dumps`` makes it."""
+
+
+Message = Ended | Printed | Warned | Emitted
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _submission: msgspec.msgpack.Decoder[Submission] = msgspec.msgpack.Decoder(Submission)

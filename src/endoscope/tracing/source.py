@@ -8,13 +8,16 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 
 from endoscope.errors import NoSourceError, UsageError
 from endoscope.tracing.block import Code
 from endoscope.tracing.enclosing import Enclosing, enclosing
 from endoscope.tracing.flow import names_of
+from endoscope.tracing.handlers import handlers
 from endoscope.tracing.syntax import check
+from endoscope.tracing.target import Target
 from endoscope.tracing.text import FUTURE_FLAGS, texts, why_missing
 from endoscope.tracing.verify import agrees
 
@@ -33,9 +36,12 @@ class Place:
         line: the line of the ``with`` itself.
         outside: names that the block may read before it binds them, so they come from outside.
         binds: names that the block binds; true where the enclosing function declares the name ``global``.
-        inside: offsets of the block's instructions in the code that it is written in.
-        by_instruction: the block begins on a line of the ``with``'s header, so that a new line does not announce it.
+        inside: offsets of the block's instructions in the code that it is written in; none for ``pass``.
+        stops: offsets at which skipping may begin: what is raised there goes straight to the ``with``.
+        by_instruction: a new line does not announce a stop, so that every instruction has to be watched.
+        target: what stands after ``as``, where skipping begins before Python stores it.
         variables: names that are the enclosing function's own variables, never looked up among its globals.
+        global_names: names that the enclosing function declares ``global``.
     """
 
     code: Code
@@ -43,8 +49,11 @@ class Place:
     outside: tuple[str, ...]
     binds: dict[str, bool]
     inside: frozenset[int]
+    stops: frozenset[int]
     by_instruction: bool
+    target: Target | None
     variables: frozenset[str]
+    global_names: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -103,12 +112,13 @@ def _find(frame: FrameType) -> Place:
     for text in texts(frame):
         tree = _parsed(text)
         if tree is None:
+            matched_nothing = True
             continue
         found = _item(tree, code, positions, offset, where)
         if found is None:
             matched_nothing = True
             continue
-        place = _place(text, code, positions, *found)
+        place = _place(text, code, positions, offset, *found)
         if place is not None:
             return place
         matched_nothing = True
@@ -183,7 +193,7 @@ def _header_end(node: ast.With) -> int:
 
 
 def _place(
-    text: str, code: CodeType, positions: list[Position], node: ast.With, around: Enclosing, number: int
+    text: str, code: CodeType, positions: list[Position], offset: int, node: ast.With, around: Enclosing, number: int
 ) -> Place | None:
     """Return the place of the item's body, or ``None`` if the text there is not what the code was made from."""
     left_out = number + 1
@@ -196,7 +206,7 @@ def _place(
     else:
         next_item = node.items[left_out].context_expr
         begin = (next_item.lineno, next_item.col_offset)
-    inside = _inside(positions, begin, (end_line, end_column))
+    inside = _inside(code, positions, begin, (end_line, end_column))
     if not agrees(code, inside, node):
         return None
     unit = Code.make(
@@ -212,14 +222,27 @@ def _place(
     check(unit.written(), unit.filename)
     outside, binds = names_of(unit.rewritten())
     own = frozenset(code.co_varnames + code.co_cellvars + code.co_freevars)
+    variables = own - _read_as_globals(code) if code.co_flags & CO_OPTIMIZED else own
+    if code.co_flags & CO_OPTIMIZED and not own.union(code.co_names, around.global_names, _global_in(unit)) >= set(
+        binds
+    ):
+        return None  # the text binds a name that the function does not have
+    after = offset + 2  # the first instruction that the with's own handler covers
+    caught_by = handlers(code)
+    early = bool(inside) and caught_by.get(min(inside)) != caught_by[after]
+    written = node.items[number].optional_vars
+    target = Target.of(written, unit.filename, around.class_name, around.first_argument) if early and written else None
     return Place(
         code=unit,
         line=node.lineno,
         outside=outside,
         binds={name: name in around.global_names for name in binds},
         inside=inside,
-        by_instruction=begin[0] <= _header_end(node),
-        variables=own,
+        stops=frozenset({after}) if early else frozenset(i for i in inside if caught_by.get(i) == caught_by[after]),
+        by_instruction=early or begin[0] <= _header_end(node) or not _announced(code, positions, inside),
+        target=target,
+        variables=variables,
+        global_names=around.global_names,
     )
 
 
@@ -245,11 +268,36 @@ def _cut(text: str, line: int, column: int, end_line: int, end_column: int) -> s
     return "\n".join(lines)
 
 
-def _inside(positions: list[Position], begin: tuple[int, int], end: tuple[int, int]) -> frozenset[int]:
-    """Return the offsets of the instructions that lie between two places of the text."""
+def _read_as_globals(code: CodeType) -> set[str]:
+    """Return the names that a function, or one inside it, takes from the globals.
+
+    From CPython 3.12 on the target of a comprehension is among the variables of the function around it, even where
+    that function knows the name as a global.
+    """
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return names.union(*(_read_as_globals(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+def _global_in(unit: Code) -> set[str]:
+    """Return the names that functions defined in the block declare ``global``."""
+    nodes = (node for statement in unit.rewritten() for node in ast.walk(statement))
+    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+
+
+def _announced(code: CodeType, positions: list[Position], inside: frozenset[int]) -> bool:
+    """Whether the first instruction of a body is the first of its line; a ``NOP`` may stand for a ``try`` before it."""
+    if not inside:
+        return True
+    first = min(inside)
+    return code.co_code[first - 2] != dis.opmap["NOP"] or positions[first // 2 - 1][0] != positions[first // 2][0]
+
+
+def _inside(code: CodeType, positions: list[Position], begin: tuple[int, int], end: tuple[int, int]) -> frozenset[int]:
+    """Return the offsets of the instructions that lie between two places of the text and do anything."""
     found = set()
+    nop = dis.opmap["NOP"]
     for index, (line, end_line, column, end_column) in enumerate(positions):
-        if line is None or end_line is None:
+        if line is None or end_line is None or code.co_code[index * 2] == nop:
             continue
         if column is None or end_column is None:
             within = begin[0] <= line and end_line <= end[0]

@@ -42,7 +42,7 @@ class Invoke(Referenced):
         self.sampling = dict(sampling)
         self.block: Block | None = None
         self.index = -1
-        self._tracer = tracer
+        self._tracer: Tracer | None = tracer  # until its exit, so that the two do not keep each other alive
         self._capture: Capture | None = None
 
     def reference(self) -> tuple[str, ...]:
@@ -51,6 +51,8 @@ class Invoke(Referenced):
 
     def __enter__(self) -> Invoke:
         try:
+            if self._tracer is None:
+                raise UsageError("This invoke belongs in the body of its trace, and that trace has ended.")
             self._tracer._enter_invoke(self, sys._getframe(1))
         except BaseException as error:
             clean(error)
@@ -59,7 +61,7 @@ class Invoke(Referenced):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         try:
-            return self._tracer._exit_invoke(self, error)
+            return self._tracer is not None and self._tracer._exit_invoke(self, error)
         except BaseException as failure:
             clean(failure)
             raise
@@ -200,7 +202,7 @@ class Tracer(Referenced):
             self._state = "open"
             return
         invoke = Invoke(self, self._prompt, self._sampling)
-        self._open(invoke, frame)
+        self._open(invoke, frame, self)
         self.line = invoke._capture.place.line if invoke._capture else self.line
         self._state = "open"
 
@@ -218,8 +220,9 @@ class Tracer(Referenced):
         finally:
             self._state = "done"
             self._current = None
-            for invoke in self.invokes:
+            for invoke in (*self.invokes, *self._made):
                 invoke._capture = None  # it holds the frame
+                invoke._tracer = None
             self._made.clear()
 
     def _enter_invoke(self, invoke: Invoke, frame: FrameType) -> None:
@@ -229,7 +232,7 @@ class Tracer(Referenced):
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: this invoke was already entered, and an invoke is used "
                 "once. Call tracer.invoke(...) again for another."
             )
-        self._open(invoke, frame)
+        self._open(invoke, frame, invoke)
 
     def _exit_invoke(self, invoke: Invoke, error: BaseException | None) -> bool:
         try:
@@ -237,8 +240,8 @@ class Tracer(Referenced):
         finally:
             self._current = None
 
-    def _open(self, invoke: Invoke, frame: FrameType) -> None:
-        capture = Capture(frame)
+    def _open(self, invoke: Invoke, frame: FrameType, value: object) -> None:
+        capture = Capture(frame, value)
         invoke.index = len(self.invokes)
         self.invokes.append(invoke)
         invoke._capture = capture

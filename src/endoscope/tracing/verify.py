@@ -14,8 +14,8 @@ from collections import defaultdict
 from types import CodeType
 
 _NAME_OPCODES = frozenset(
-    f"{verb}_{kind}" for verb in ("LOAD", "STORE") for kind in ("FAST", "NAME", "GLOBAL", "DEREF", "CLASSDEREF")
-) | {"LOAD_FAST_CHECK"}
+    f"LOAD_{kind}" for kind in ("FAST", "FAST_CHECK", "NAME", "GLOBAL", "DEREF", "CLASSDEREF")
+)  # not STORE: the end of `except E as e:` stores to `e` at whatever place came before
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "+",
     ast.Sub: "-",
@@ -52,7 +52,7 @@ def agrees(code: CodeType, inside: frozenset[int], node: ast.With) -> bool:
 def _fits(instruction: dis.Instruction, here: list[ast.expr]) -> bool:
     """Whether one of the expressions at the instruction's place, if there are such, gives the instruction."""
     value = instruction.argval
-    if instruction.opname == "LOAD_CONST":
+    if instruction.opname == "LOAD_CONST" and value is not None:  # None is also loaded for Python's own ends
         constants = [_exact(part.value) for part in here if isinstance(part, ast.Constant)]
         return not constants or _exact(value) in constants
     if instruction.opname in _NAME_OPCODES:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
-from endoscope.errors import EngineClosedError, EventLoopError, UsageError
+from endoscope.errors import EventLoopError, UsageError
 from endoscope.tracing.backend import Backend
 from endoscope.vllm import internals
 from endoscope.vllm.requests import Request, every
@@ -60,21 +61,15 @@ class AsyncVLLMBackend(Backend):
             raise UsageError(f"this backend already runs the trace at {self._where}; a backend carries one trace")
         prompts = [(invoke.prompt, invoke.sampling, invoke.block) for invoke in tracer.invokes]
         self.submit(prompts, f"{tracer.file}:{tracer.line}", tracer.has_invokes)
+        assert self._stream is not None
+        # The tracer holds this backend, and must not be held by its own stream.
+        self._stream.tracer = weakref.ref(tracer)
 
     def submit(self, prompts: list[tuple[Any, Any, Any]], where: str, several: bool) -> None:
         """Submit prompts, each with its sampling arguments and its block or ``None``."""
-        engine = self.model.engine
-        engine.check_loop()
-        requests: list[Request] = []
-        try:
-            for index, (prompt, sampling, block) in enumerate(prompts):
-                requests.append(Request(engine.llm, engine.inbox, index, prompt, sampling, block))
-        except BaseException:
-            for request in requests:
-                request.forget()
-            raise
+        self.model.start()
+        self._stream = self.model.engine.stream(prompts, self.model.resolve)
         self._where, self._several = where, several
-        self._stream = OutputStream(engine, requests, self.model.resolve)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         stream = self._take("iterated")
@@ -167,6 +162,10 @@ class _Queue:
         self.channel.put(self.index, item)
 
 
+def _nobody() -> None:
+    return None
+
+
 class OutputStream:
     """The outputs of a trace's requests as they come. Dropping it aborts the requests that still run."""
 
@@ -176,12 +175,13 @@ class OutputStream:
         self._resolve = resolve
         self._open = {request.index: request for request in requests}
         self._errors: list[BaseException] = []
+        self.tracer: Callable[[], Tracer | None] = _nobody
         self._channel = channel = _Channel(engine.loop)
         self._started: list[asyncio.Task[None]] = []
         for request in requests:
             if request.arrival is not None:
                 request.arrival.wake = channel.wake
-            request.register(_Queue(channel, request.index))
+            request.register(engine.llm, _Queue(channel, request.index))
             for child in request.children:
                 self._start(internals.send(engine.llm, child))
 
@@ -198,10 +198,8 @@ class OutputStream:
             return await self._next()
         except StopAsyncIteration:
             raise
-        except asyncio.CancelledError:
-            # Whoever limits the time of one step may go on with the stream; a dropped one is aborted.
-            raise
         except BaseException as error:
+            # Cancelled, or the end of the trace: nobody will ask for more.
             trace = getattr(error, "__endoscope_traceback__", error.__traceback__)
             self._release()
             error.__traceback__ = trace
@@ -226,16 +224,18 @@ class OutputStream:
                     await channel.changed(timeout=0.5)
                 channel.items.popleft()
                 del self._open[index]
-                request.output = output
-                output.saves, output.invoke = {}, index
+                request.output = request.label(output, self._resolve)
                 request.collect(self._resolve)
+                if not self._open and (tracer := self.tracer()) is not None:
+                    results = [request.output for request in self._requests]
+                    tracer.result = results if tracer.has_invokes else results[0]
                 if request.error is not None:
                     self._errors.append(request.error)
                     continue
                 return output
             channel.items.popleft()
-            output.saves, output.invoke = {}, index
-            return output
+            self._engine.inbox.drain()
+            return request.label(output, self._resolve)
         if self._errors:
             errors, self._errors = self._errors, []
             error = first_of(errors)
@@ -293,6 +293,19 @@ class AsyncEngine:
         """
         check_loop(self.loop)
 
+    def stream(self, prompts: list[tuple[Any, Any, Any]], resolve: Callable[[tuple[str, ...]], Any]) -> OutputStream:
+        """Submit prompts, each with its sampling arguments and its block or ``None``; returns their outputs."""
+        self.check_loop()
+        requests: list[Request] = []
+        try:
+            for index, (prompt, sampling, block) in enumerate(prompts):
+                requests.append(Request(self.llm, self.inbox, index, prompt, sampling, block))
+        except BaseException:
+            for request in requests:
+                request.forget()
+            raise
+        return OutputStream(self, requests, resolve)
+
     def release(self, names: list[str]) -> asyncio.Task[None] | None:
         """Abort requests and end their blocks, in a task of its own that no cancellation reaches."""
         if self.closed or internals.dead(self.llm):
@@ -329,8 +342,8 @@ def check_loop(own: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLo
         running = asyncio.get_running_loop()
     except RuntimeError:
         raise EventLoopError(
-            'mode="async" needs a running event loop: write the trace in a coroutine (async def) that asyncio.run runs, '
-            'or in a notebook cell; or use mode="sync"'
+            'mode="async" needs a running event loop: write the trace in a coroutine (async def) that asyncio.run '
+            'runs, or in a notebook cell; or use mode="sync"'
         ) from None
     if own is not None and running is not own:
         state = "closed" if own.is_closed() else "another one"
@@ -359,6 +372,3 @@ def started(coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoo
     return loop.create_task(rest())
 
 
-def closed(model: Any) -> EngineClosedError:
-    """The error for a model that was closed."""
-    return EngineClosedError(f"{model!r} was closed; build another VLLM for more traces")

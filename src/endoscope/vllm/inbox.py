@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from endoscope.tracing.messages import Ended, Printed, Warned, decode
+from endoscope.tracing.messages import Emitted, Ended, Printed, Warned, decode
 
 _numbers = itertools.count()
 
@@ -26,6 +26,7 @@ class Arrival:
 
     Attributes:
         ended: the last message of each sequence, with the memory of its tensors.
+        emitted: what blocks have sent home since that was last read.
         complete: whether every sequence has sent one.
     """
 
@@ -33,6 +34,7 @@ class Arrival:
         self.key = key
         self.sequences = sequences
         self.ended: dict[int, tuple[Ended, list[Any]]] = {}
+        self.emitted: list[Emitted] = []
         self.wake: Callable[[], object] | None = None
 
     @property
@@ -95,6 +97,8 @@ class Inbox:
         match message:
             case Ended():
                 arrival.add(message, [part.buffer for part in parts[1:]])
+            case Emitted():
+                arrival.emitted.append(message)
             case Printed():
                 _print(_mark(arrival, message.sequence), message)
             case Warned():

@@ -97,10 +97,10 @@ def starting(model: str) -> Iterator[None]:
     once more; while the engine starts, it cannot.
     """
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
-    for name in hidden:
-        main.__dict__[name] = None
-    main.__dict__.pop("__file__", None)
+    names: dict[str, Any] = main.__dict__
+    hidden: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+    names["__spec__"] = None
+    names.pop("__file__", None)
     try:
         yield
     except (EngineArgumentError, UnsupportedError):
@@ -113,7 +113,7 @@ def starting(model: str) -> Iterator[None]:
             ) from error
         raise
     finally:
-        main.__dict__.update(hidden)
+        names.update(hidden)
 
 
 def _is_missing(error: BaseException | None) -> bool:
@@ -216,6 +216,20 @@ def sampling_params(sampling: Mapping[str, Any], submission: bytes | None) -> An
     return params
 
 
+def final_only(params: Any) -> None:
+    """Ask for one output, the finished one, as ``vllm.LLM`` does."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+
+
+def accumulates(params: Any) -> bool:
+    """Whether each output holds everything that came before it."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return bool(params.output_kind == RequestOutputKind.CUMULATIVE)
+
+
 def sampling_names() -> list[str]:
     """The names that vLLM's ``SamplingParams`` takes."""
     from vllm import SamplingParams
@@ -297,7 +311,7 @@ def dead_error() -> Exception:
     """vLLM's error for a dead engine."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return EngineDeadError()  # type: ignore[no-any-return]
+    return EngineDeadError()
 
 
 def shut_down(llm: Any) -> None:
@@ -326,24 +340,24 @@ def worker_base() -> type[Any]:
     if _on_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        return CPUWorker  # type: ignore[no-any-return]
+        return CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    return Worker  # type: ignore[no-any-return]
+    return Worker
 
 
 def scheduler_base() -> type[Any]:
     """vLLM's scheduler."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return Scheduler  # type: ignore[no-any-return]
+    return Scheduler
 
 
 def async_scheduler_base() -> type[Any]:
     """vLLM's scheduler that runs a step ahead."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    return AsyncScheduler  # type: ignore[no-any-return]
+    return AsyncScheduler
 
 
 def check_runner(runner: Any) -> None:

@@ -23,7 +23,6 @@ from endoscope.tracing.tracer import NOTHING, Tracer
 from endoscope.vllm import internals
 from endoscope.vllm.async_backend import AsyncEngine, AsyncVLLMBackend, check_loop
 from endoscope.vllm.inbox import Inbox
-from endoscope.vllm.requests import Request
 from endoscope.vllm.sync_backend import SyncEngine, VLLMBackend
 
 
@@ -154,9 +153,8 @@ class VLLM(Referenced):
             backend = AsyncVLLMBackend(self)
             backend.submit([(prompt, sampling, None) for prompt in several], "generate()", several=True)
             return backend
-        engine = self.engine
-        requests = [Request(engine.llm, None, i, prompt, sampling, None) for i, prompt in enumerate(several)]
-        engine.run(requests, self.resolve)
+        self.start()
+        requests = self.engine.run([(prompt, sampling, None) for prompt in several], self.resolve)
         return [request.output for request in requests]
 
     # The engine.
@@ -171,16 +169,17 @@ class VLLM(Referenced):
             ModelNotFoundError, EngineArgumentError, UnsupportedError, VersionError, SecondEngineError: if it
                 cannot be built.
         """
-        if self._closed:
-            raise EngineClosedError(f"{self!r} was closed; build another VLLM for more traces")
-        if self._engine is None:
-            self._engine = self._start()
-            self._finalizer = weakref.finalize(self, type(self._engine).close, self._engine)
+        self.start()
         return self._engine
 
     def start(self) -> VLLM:
         """Start the engine now instead of with the first trace; returns the model."""
-        _ = self.engine
+        if self._closed:
+            raise EngineClosedError(f"{self!r} was closed; build another VLLM for more traces")
+        if self._engine is None:
+            # No name for the engine here: vLLM's modules keep the frames of their import, and with them their names.
+            self._engine = self._start()
+            self._finalizer = weakref.finalize(self, self._engine.close)
         return self
 
     def _start(self) -> SyncEngine | AsyncEngine:
@@ -196,16 +195,22 @@ class VLLM(Referenced):
                 f"{other!r} is it. Close that one first, or leave the variable unset"
             )
         with internals.starting(self._name):
-            llm = internals.build_async(arguments) if asynchronous else internals.build_sync(arguments)
-        try:
-            internals.check_config(llm)
-            inbox = Inbox()
-        except BaseException:
-            internals.shut_down(llm)
-            raise
+            engine: SyncEngine | AsyncEngine
+            # No name for vLLM's engine here: exceptions that vLLM keeps hold this frame, and would hold the engine.
+            if loop is None:
+                engine = SyncEngine(internals.build_sync(arguments), Inbox())
+            else:
+                engine = AsyncEngine(internals.build_async(arguments), Inbox(), loop)
         if alone:
             _in_process = weakref.ref(self)
-        return SyncEngine(llm, inbox) if loop is None else AsyncEngine(llm, inbox, loop)
+        try:
+            internals.check_config(engine.llm)
+            return engine
+        except BaseException:
+            engine.close()
+            raise
+        finally:
+            del engine
 
     def close(self) -> None:
         """End every process that the model has started. A closed model does not start again."""
@@ -288,7 +293,7 @@ class VLLM(Referenced):
         modules = self._modules
         if modules is None or path in modules:
             return
-        parent, _, name = path.rpartition(".")
+        name = path.rpartition(".")[2]
         near = difflib.get_close_matches(path, modules, n=3)
         near += sorted((p for p in modules if p.rpartition(".")[2] == name), key=len)[:3]
         hint = f"; nearest are {', '.join(dict.fromkeys(near))}" if near else ""

@@ -36,8 +36,16 @@ class Request:
         error: what its block raised.
     """
 
-    def __init__(self, llm: Any, inbox: Inbox | None, index: int, prompt: Any, sampling: Mapping[str, Any], block: Block | None) -> None:
-        self.llm = llm
+    def __init__(
+        self,
+        llm: Any,
+        inbox: Inbox | None,
+        index: int,
+        prompt: Any,
+        sampling: Mapping[str, Any],
+        block: Block | None,
+        final_only: bool = False,
+    ) -> None:
         self.inbox = inbox
         self.index = index
         self.block = block
@@ -52,43 +60,65 @@ class Request:
             self.arrival = inbox.expect(params.n)
             submission = Submission(inbox.address, self.arrival.key, block.code, block.values)
             params = internals.sampling_params({"sampling_params": params}, encode(submission))
+        if final_only:
+            internals.final_only(params)
         try:
-            self.made, self.text = self._process(prompt, params, options)
+            self.made, self.text = self._process(llm, prompt, params, options)
         except BaseException:
             self.forget()
             raise
         self.parent, self.children = internals.fan_out(self.made)
         self.sequences = len(self.children)
         self.ids = [child.request_id for child in self.children]
+        self._joins = self.sequences > 1 and internals.accumulates(params)
+        self._completions: dict[int, Any] = {}
 
-    def _process(self, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
+    def _process(self, llm: Any, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
         name = f"trace-{self.arrival.key}" if self.arrival is not None else f"generate-{next(_numbers)}"
         salt = secrets.token_hex(16) if self.block is not None else None
         try:
-            made, text = internals.process(self.llm, name, prompt, params, salt, **options)
+            made, text = internals.process(llm, name, prompt, params, salt, **options)
         except (TypeError, ValueError) as error:
             kind = SamplingError if _is_about_sampling(error) else PromptError
             raise kind(f"vLLM refuses the request: {error}") from error
         if self.block is not None:
-            longest, budget = internals.limits(self.llm)
+            longest, budget = internals.limits(llm)
             tokens = len(made.prompt_token_ids or ())
             if tokens > budget:
                 raise PromptError(
-                    f"the prompt has {tokens} tokens, and a step of this engine takes {budget}: a traced prompt is run "
-                    f"in one step, so this one can never be. Build the engine with max_num_batched_tokens={tokens} or more"
+                    f"the prompt has {tokens} tokens, and a step of this engine takes {budget}: a traced prompt is "
+                    f"run in one step, so this one can never be. Build the engine with "
+                    f"max_num_batched_tokens={tokens} or more"
                 )
             if tokens >= longest:
-                raise PromptError(f"the prompt has {tokens} tokens, and the model takes {longest} with what it generates")
+                raise PromptError(
+                    f"the prompt has {tokens} tokens, and the model takes {longest} with what it generates"
+                )
         return made, text
 
-    def register(self, queue: Any = None) -> None:
+    def register(self, llm: Any, queue: Any = None) -> None:
         """Tell vLLM's output processor of the request."""
-        internals.register(self.llm, self.made, self.text, self.parent, self.children, queue)
+        internals.register(llm, self.made, self.text, self.parent, self.children, queue)
 
     @property
     def ready(self) -> bool:
         """Whether everything that its blocks send has come home."""
         return self.arrival is None or self.arrival.complete
+
+    def label(self, output: Any, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
+        """Give an output what the user finds on every one; returns it."""
+        output.invoke = self.index
+        output.saves = {}
+        output.emits = {}
+        if self._joins:
+            # vLLM reports each sequence by itself; the finished output has all of them, as on the synchronous path.
+            self._completions.update((completion.index, completion) for completion in output.outputs)
+            if output.finished:
+                output.outputs = [self._completions[number] for number in sorted(self._completions)]
+        if self.arrival is not None and self.arrival.emitted:
+            emitted, self.arrival.emitted = self.arrival.emitted, []
+            output.emits = merge([loads(each.values, resolve) for each in emitted])
+        return output
 
     def collect(self, resolve: Callable[[tuple[str, ...]], Any]) -> None:
         """Read what has come home, now that the output is finished."""
@@ -107,7 +137,6 @@ class Request:
                 self.error = put_together(ended.failure, find, lines)
         self.saves = merge(sequences)
         self.output.saves = self.saves
-        self.output.invoke = self.index
         if self.error is not None:
             self.error.output = self.output  # type: ignore[attr-defined]
             self.error.request = self.output.request_id  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from endoscope.tracing.backend import Backend
@@ -32,18 +34,9 @@ class VLLMBackend(Backend):
             TraceError: if a prompt or a sampling argument is refused; nothing is submitted then.
             Exception: what a block raised, as a class that is also ``BlockError``, when all requests are done.
         """
-        engine = self.model.engine
-        requests: list[Request] = []
-        try:
-            for invoke in tracer.invokes:
-                requests.append(
-                    Request(engine.llm, engine.inbox, invoke.index, invoke.prompt, invoke.sampling, invoke.block)
-                )
-        except BaseException:
-            for request in requests:
-                request.forget()
-            raise
-        engine.run(requests, self.model.resolve)
+        self.model.start()
+        prompts = [(invoke.prompt, invoke.sampling, invoke.block) for invoke in tracer.invokes]
+        requests = self.model.engine.run(prompts, self.model.resolve)
         outputs = [request.output for request in requests]
         tracer.result = outputs if tracer.has_invokes else outputs[0]
         tracer.saves = merge([request.saves for request in requests])
@@ -72,14 +65,29 @@ class SyncEngine:
     def __init__(self, llm: Any, inbox: Any) -> None:
         self.llm = llm
         self.inbox = inbox
+        self._lock = threading.Lock()
 
-    def run(self, requests: list[Request], resolve: Any) -> None:
+    def run(self, prompts: list[tuple[Any, Any, Any]], resolve: Callable[[tuple[str, ...]], Any]) -> list[Request]:
+        """Run prompts, each with its sampling arguments and its block or ``None``, until all of them are done."""
+        requests: list[Request] = []
+        try:
+            for index, (prompt, sampling, block) in enumerate(prompts):
+                requests.append(Request(self.llm, self.inbox, index, prompt, sampling, block, final_only=True))
+        except BaseException:
+            for request in requests:
+                request.forget()
+            raise
+        with self._lock:
+            self._run(requests, resolve)
+        return requests
+
+    def _run(self, requests: list[Request], resolve: Callable[[tuple[str, ...]], Any]) -> None:
         """Submit requests and step the engine until all of them are done and their values have come home."""
         waiting: dict[str, Request] = {}
         submitted: list[Request] = []
         try:
             for request in requests:
-                request.register()
+                request.register(self.llm)
                 submitted.append(request)
                 waiting[request.made.request_id] = request
                 for child in request.children:
@@ -88,15 +96,14 @@ class SyncEngine:
             left = len(requests)
             while left:
                 for output in self.llm.llm_engine.step():
-                    request = by_external[output.request_id]
-                    output.saves = {}
                     if output.finished:
-                        request.output = output
+                        by_external[output.request_id].output = output
                         left -= 1
                 self.inbox.drain()
             for request in requests:
                 while not request.ready:
                     self._wait()
+                request.label(request.output, resolve)
                 request.collect(resolve)
         except BaseException:
             for request in submitted:

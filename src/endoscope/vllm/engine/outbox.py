@@ -17,7 +17,7 @@ class Outbox:
     """Sends messages to inboxes by address; an inbox that is gone costs its messages and nothing else."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def send(self, home: str, message: Message, buffers: list[PickleBuffer] | None = None) -> None:

@@ -17,7 +17,7 @@ from endoscope.probing.rows import walk
 from endoscope.probing.saves import tensor_save
 from endoscope.probing.steps import caches_close
 from endoscope.tracing.failure import take_apart
-from endoscope.tracing.messages import Ended, Printed, Submission, Warned, decode_submission
+from endoscope.tracing.messages import Emitted, Ended, Printed, Submission, Warned, decode_submission
 from endoscope.tracing.serialize import dumps, loads
 from endoscope.vllm.engine.outbox import Outbox
 
@@ -160,7 +160,7 @@ class EngineProbes:
         for index, row in enumerate(rows):
             stop = start + row.count
             traced = self.traced.get(row.request)
-            if traced is not None:
+            if traced is not None and not traced.reported:
                 # Positions computed again after a preemption were shown before.
                 again = max(0, traced.seen - row.first)
                 if again < row.count:
@@ -199,11 +199,15 @@ class EngineProbes:
 
     def _settle(self, traced: Traced) -> None:
         probe = traced.probe
-        if probe.dead and not traced.reported:
-            if probe.stopped or probe.error is not None:
-                self.over.setdefault(probe.request, True)
-            self._report(traced)
-            probe.clear()
+        if not probe.dead or traced.reported:
+            return
+        if probe.stopped or probe.error is not None:
+            self.over.setdefault(probe.request, True)
+        elif probe.caches:
+            # The block is over, and its caches go on to the end of the request.
+            return
+        self._report(traced)
+        probe.clear()
 
     # The way home.
 
@@ -253,6 +257,9 @@ class EngineProbes:
             if stream == "warning":
                 text, category, filename, line = content
                 outbox.send(home, Warned(key, sequence, text, category.__name__, filename, line))
+            elif stream == "emit":
+                # Copied at once: the block may go on to change what it has emitted.
+                outbox.send(home, Emitted(key, sequence, dumps(content)))
             else:
                 outbox.send(home, Printed(key, sequence, stream, content))
 
