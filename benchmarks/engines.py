@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks import workload
 from endoscope import VLLM

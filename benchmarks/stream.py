@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import engines, pairs, workload
 from benchmarks.pairs import Case, Comparison
+from endoscope import save
 
 REQUESTS = 64
 TOKENS = 32
@@ -40,7 +41,7 @@ def first_logits(model: Any, prompt: str, sampling: dict[str, Any], layer: int) 
 def one_layer(model: Any, prompt: str, sampling: dict[str, Any], layer: int) -> Any:
     """Save one layer's rows of the prompt, and its row of each token."""
     with model.trace(prompt, **sampling) as tracer:
-        rows = [].save()
+        rows = save([])
         for _ in tracer.iter[:]:
             rows.append(model.model.layers[layer].output[0])
     return tracer.backend

@@ -43,7 +43,8 @@ async def measure(name: str, traces: int, say: Callable[[str], object]) -> dict[
         await model.generate(prompts, **sampling)
         for begin in range(-CHUNK, traces, CHUNK):
             say("warming up" if begin < 0 else f"{begin} of {traces}")
-            streams, taken = [], []
+            streams: list[Any] = []
+            taken: list[float] = []
             await engines.rest_async()
             for prompt in prompts[: min(CHUNK, traces - begin)]:
                 start = time.perf_counter()

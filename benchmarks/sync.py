@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import engines, pairs, workload
 from benchmarks.pairs import Case, Comparison
+from endoscope import save
 
 REQUESTS = 32
 TOKENS = 32
@@ -41,7 +42,7 @@ def one_layer(model: Any, prompts: list[str], sampling: dict[str, Any], layer: i
     with model.trace(**sampling) as tracer:
         for prompt in prompts:
             with tracer.invoke(prompt):
-                rows = [].save()
+                rows = save([])
                 for _ in tracer.iter[:]:
                     rows.append(model.model.layers[layer].output[0])
     return tracer.result, rows
@@ -52,7 +53,7 @@ def every_layer(model: Any, prompts: list[str], sampling: dict[str, Any], layer:
     with model.trace(**sampling) as tracer:
         for prompt in prompts:
             with tracer.invoke(prompt):
-                rows = [].save()
+                rows = save([])
                 for _ in tracer.iter[:]:
                     for each in model.model.layers:
                         rows.append(each.output[0])

@@ -421,7 +421,7 @@ def plain(
     """Run one request alone, with hooks of PyTorch on the modules at ``paths`` and on those that are edited.
 
     An edit is given the value, its tensors copied, and returns what takes its place. The path ``""`` with the kind
-    ``logits`` edits the logits.
+    ``logits`` or ``samples`` edits what the step gives.
     """
     edits = edits or {}
     result = Plain({}, [], [])
@@ -476,7 +476,10 @@ def plain(
             if edit := edits.get((step, "", "logits")):
                 logits = edit(logits.clone())
             result.logits.append(logits)
-            result.generated.append(int(logits.argmax()))
+            sample = logits.argmax(-1, keepdim=True)
+            if edit := edits.get((step, "", "samples")):
+                sample = edit(sample)
+            result.generated.append(int(sample))
             done = len(known)
             known.append(result.generated[-1])
     finally:

@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -275,33 +274,3 @@ def test_threads_do_not_take_by_value_from_each_other() -> None:
         thread.join()
     assert failed == []
     assert cloudpickle.list_registry_pickle_by_value() == set()
-
-
-def test_a_small_dict_is_quick() -> None:
-    value = {"a": 1, "b": "text", "m": model}
-    best = min(timed(lambda: dumps(value)) for _ in range(5))
-    assert best < 100e-6, f"{best * 1e6:.0f} µs; meant to be under 40 on a quiet machine"
-
-
-def timed(call: Any, times: int = 200) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start) / times
-
-
-def test_a_trace_in_a_loop_is_quick() -> None:
-    backend = NoBackend()
-
-    def once() -> None:
-        with trace("p", backend):
-            pass
-            x = 1
-
-    once()
-    if sys.gettrace() is not None:
-        pytest.skip("a trace function (coverage, a debugger) is on, so times mean nothing")
-    best = min(timed(once) for _ in range(5))
-    # From CPython 3.12 on, setting a trace function costs some for every frame on the stack, and pytest has many.
-    limit = 300e-6 if sys.version_info < (3, 12) else 2e-3
-    assert best < limit, f"{best * 1e6:.0f} µs; meant to be under 150 on a quiet machine"

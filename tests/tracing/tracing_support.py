@@ -35,7 +35,7 @@ class FakeBackend(Backend):
                 tracer.bind({name: namespace[name] for name in invoke.block.binds if name in namespace}, invoke)
 
     def run(self, tracer: Tracer, invoke: Invoke) -> dict[str, Any]:
-        def save(value: Any, text: str) -> Any:
+        def save(value: Any, text: str, names: tuple[str, ...]) -> Any:
             self.saved.append((text, value))
             return value
 

@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from endoscope.errors import NeverRanError, ReplacementError, UsageError
 from endoscope.probing import state
 from endoscope.probing.rows import NOBODYS, Span, matched, tensors
-from endoscope.probing.saves import named, save_method
+from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
 
 if TYPE_CHECKING:
@@ -86,13 +86,14 @@ class Probe(greenlet):
         self.fixed: list[torch.Tensor] = []
         """Those of its tensors whose rows belong to no request."""
         self.replacement: Any = NOTHING
-        self.kept: list[tuple[str, Any]] = []
+        self.kept: list[Kept] = []
         self.edited = False
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]
         self.caches: list[Any] = []
         self._state = state.FRESH
+        self._streams: tuple[Any, ...] | None = None
 
     # What runs in the probe's own greenlet.
 
@@ -149,9 +150,9 @@ class Probe(greenlet):
         # A number is read back as the tensor that it becomes.
         self.value = self.replacement = value if isinstance(value, (tuple, list, dict)) else rows[0] if rows else value
 
-    def keep(self, text: str, value: Any) -> None:
+    def keep(self, text: str, value: Any, names: tuple[str, ...] = ()) -> None:
         """Mark a value to be sent home."""
-        self.kept.append((text, value))
+        self.kept.append(Kept(text, value, names))
 
     def next_step(self) -> bool:
         """Park until the request's next step begins; ``False`` if it has none."""
@@ -181,12 +182,15 @@ class Probe(greenlet):
         if self.relay is None:
             self._state = state.switch(self._state, run, argument)
             return
-        output, errors, showwarning = sys.stdout, sys.stderr, warnings.showwarning
-        sys.stdout, sys.stderr, warnings.showwarning = self.output, self.errors, self._warn
+        engines = _streams()
+        # Which warnings are shown is for the caller's filters to say, not for the engine's.
+        every = [("always", None, Warning, None, 0)]
+        _set_streams(self._streams or (self.output, self.errors, self._warn, every, engines[-1]))
         try:
             self._state = state.switch(self._state, run, argument)
         finally:
-            sys.stdout, sys.stderr, warnings.showwarning = output, errors, showwarning
+            self._streams = _streams()
+            _set_streams(engines)
 
     def _warn(
         self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
@@ -242,7 +246,25 @@ class Probe(greenlet):
         self.kept.clear()
         self.caches.clear()
         self.fixed = []
+        self._streams = None
+        # Tracebacks hold the frames of the block, with the tensors in them and this probe itself.
+        errors, seen = [self.error], set[int]()
+        while errors:
+            error = errors.pop()
+            if error is not None and id(error) not in seen:
+                seen.add(id(error))
+                error.__traceback__ = None
+                errors += [error.__cause__, error.__context__]
         self.value = self.shown = self.replacement = self.site = self.last = None
+
+
+def _streams() -> tuple[Any, ...]:
+    """Where prints and warnings go, and which warnings are shown: a block may redirect them for a while."""
+    return sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+
+
+def _set_streams(streams: tuple[Any, ...]) -> None:
+    sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl = streams  # type: ignore[attr-defined]
 
 
 ENDINGS = 8

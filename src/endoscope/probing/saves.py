@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from greenlet import getcurrent
 
 from endoscope.errors import UsageError
+from endoscope.tracing.rewrite import SAVE
 
 
-def save(value: Any, text: str = "") -> Any:
+class Kept(NamedTuple):
+    """One call of ``save``: the text of the expression, its value, and the names that it was bound to."""
+
+    text: str
+    value: Any
+    names: tuple[str, ...] = ()
+
+
+def save(value: Any, text: str = "", names: tuple[str, ...] = ()) -> Any:
     """Mark a value of a block to be sent home when its request ends; returns the value.
 
     Inside a block ``value.save()`` does the same. In a helper function that a block calls, this
@@ -20,6 +29,7 @@ def save(value: Any, text: str = "") -> Any:
         value: anything that can be pickled; tensors arrive on the CPU.
         text: the key for a value that is bound to no name when the block ends; the block's compiler
             fills in the text of the expression.
+        names: the block's names that the value is being bound to; filled in by the compiler as well.
 
     Raises:
         UsageError: outside a block.
@@ -27,16 +37,16 @@ def save(value: Any, text: str = "") -> Any:
     keep = getattr(getcurrent(), "keep", None)
     if keep is None:
         raise UsageError("save() was called outside a block: it marks a value of a block to be sent home")
-    keep(text or f"{type(value).__name__}", value)
+    keep(text or type(value).__name__, value, names)
     return value
 
 
-def save_method(value: Any, text: str) -> Any:
+def save_method(value: Any, text: str, names: tuple[str, ...] = ()) -> Any:
     """What ``value.save()`` in a block becomes: the object's own ``save`` if it has one, else :func:`save`."""
     own = getattr(type(value), "save", None)
     if (own is not None and own is not tensor_save) or "save" in getattr(value, "__dict__", ()):
         return value.save()
-    return save(value, text)
+    return save(value, text, names)
 
 
 def tensor_save(self: Any) -> Any:
@@ -45,41 +55,39 @@ def tensor_save(self: Any) -> Any:
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None))
+"""Values of these types may be one object though they came about apart."""
+
 _MISSING: Any = object()
 
 
-def named(
-    kept: list[tuple[str, Any]], namespace: dict[str, Any], outside: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def named(kept: list[Kept], namespace: Mapping[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
     """The saved values by name.
 
-    A value that the block has bound to names goes home under each of them; any other under the text of
-    its expression, and as a list where several came from one expression.
+    A value that is bound to names when the block ends goes home under each of them; any other under
+    the text of its expression, and as a list where several came from one expression.
 
     Args:
-        kept: text and value of each saved one.
-        namespace: the names of the block, as they are now.
-        outside: the names as the block found them: one that still has that value was not bound by the block.
+        kept: what was saved, in order.
+        namespace: the block's names as they are now.
+        outside: the names as the block found them.
     """
-    outside = outside or {}
-    texts = {(text, id(value)) for text, value in kept}
-    ids = {id(value) for text, value in kept if not _names_itself(text, value)}
-    saves = {}
-    for name, value in namespace.items():
-        is_text = (name, id(value)) in texts
-        is_bound = id(value) in ids and outside.get(name, _MISSING) is not value
-        if (is_text or is_bound) and not name.startswith("__endoscope_"):
-            saves[name] = value
+    ids = {id(each.value) for each in kept if not isinstance(each.value, _ATOMS)}
+    saves = {name: value for name, value in namespace.items() if id(value) in ids and name != SAVE}
     bound = {id(value) for value in saves.values()}
     unnamed: dict[str, list[Any]] = {}
-    for text, value in kept:
-        if (text not in saves or saves[text] is not value) if _names_itself(text, value) else id(value) not in bound:
+    for text, value, names in kept:
+        if isinstance(value, _ATOMS):
+            # Of the names that hold the same number, those count that the statement bound or named, or else the block.
+            mine = [name for name in names or (text,) if namespace.get(name, _MISSING) is value]
+            if not mine and not text.isidentifier():
+                mine = [
+                    name for name in namespace if namespace[name] is value and outside.get(name, _MISSING) is not value
+                ]
+            if mine:
+                saves.update(dict.fromkeys(mine, value))
+                continue
+        if id(value) not in bound:
             unnamed.setdefault(text, []).append(value)
     for text, values in unnamed.items():
         saves.setdefault(text, values[0] if len(values) == 1 else values)
     return saves
-
-
-def _names_itself(text: str, value: Any) -> bool:
-    # Python has one object for all equal small numbers: where the text is a name, no other name is meant.
-    return isinstance(value, _ATOMS) and text.isidentifier()

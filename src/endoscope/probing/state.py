@@ -80,10 +80,11 @@ def switch(state: TorchState, run: Any, *args: Any) -> TorchState:
                 _set_modes(state.modes)
         run(*args)
         grad, inference = is_grad_enabled(), is_inference_mode_enabled()
+        # Read in here: the guard turns autocast off again, but leaves what it casts to.
+        found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
     found = get_default_dtype()
-    found_autocast = found_modes = None
-    if autocast is not None or _is_any_autocast_enabled():
-        found_autocast = _autocast()
+    found_modes = None
+    if found_autocast is not None:
         own = autocast or ((False, cpu), (False, cuda))
         if found_autocast == own:
             found_autocast = None

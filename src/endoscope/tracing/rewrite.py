@@ -2,7 +2,8 @@
 
 The block runs as top-level code over one flat namespace. What Python resolves by the surroundings of the text is
 written out: private names, ``super()`` without arguments, ``nonlocal`` of a name of the block. A call ``X.save()``
-becomes a call of a function that the namespace provides, together with the text of ``X``.
+becomes a call of a function that the namespace provides, together with the text of ``X`` and the names that the
+statement binds the result to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from endoscope.tracing.enclosing import first_argument
 from endoscope.tracing.scopes import bound_in
 
 SAVE = "__endoscope_save__"
-"""The name under which a block finds the function that saves: ``save(value, text_of_its_expression)``."""
+"""The name under which a block finds the function that saves: ``save(value, text_of_its_expression, names)``."""
 
 _NodeT = TypeVar("_NodeT", bound=ast.AST)
 
@@ -37,6 +38,7 @@ class _Rewriter(ast.NodeTransformer):
         self.first = first
         self.in_class = False  # inside a class of the block, where super() means that class
         self.functions: list[set[str]] = []  # the names of each function around, outermost first
+        self.bound_to: dict[int, tuple[str, ...]] = {}  # by a call: the names of the block that its value gets
 
     def top(self, statement: ast.stmt) -> ast.stmt:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -82,7 +84,20 @@ class _Rewriter(ast.NodeTransformer):
         # Inside a function Python does not evaluate these annotations; at the top of a module it would.
         if node.value is None:
             return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(ast.copy_location(ast.Assign([node.target], node.value), node))
+        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        self._binds(node.value, node.targets)
+        return self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
+        self._binds(node.value, [node.target])
+        return self.generic_visit(node)
+
+    def _binds(self, value: ast.expr, targets: list[ast.expr] | list[ast.Name]) -> None:
+        if not self.functions and not self.in_class:
+            names = tuple(self.mangled(target.id) for target in targets if isinstance(target, ast.Name))
+            self.bound_to[id(value)] = names
 
     # Scopes
 
@@ -133,7 +148,9 @@ class _Rewriter(ast.NodeTransformer):
             text = ast.copy_location(ast.Constant(ast.unparse(node.func.value)), node)
             value = self.visit(node.func.value)
             function = ast.copy_location(ast.Name(SAVE, ast.Load()), node)
-            return ast.copy_location(ast.Call(function, [value, text], []), node)
+            names: list[ast.expr] = [ast.Constant(name) for name in self.bound_to.get(id(node), ())]
+            bound = ast.Tuple(names, ast.Load())
+            return ast.fix_missing_locations(ast.copy_location(ast.Call(function, [value, text, bound], []), node))
         self.generic_visit(node)
         if bare and isinstance(node.func, ast.Name) and node.func.id == "super" and not self.in_class and self.first:
             node.args = [ast.copy_location(ast.Name(name, ast.Load()), node) for name in ("__class__", self.first)]

@@ -87,8 +87,9 @@ class AsyncVLLMBackend(Backend):
             async for output in stream:
                 if output.finished:
                     finished[output.invoke] = output
-        except BaseException:
+        except BaseException as error:
             await stream.aclose()
+            error.__traceback__ = getattr(error, "__endoscope_traceback__", error.__traceback__)
             raise
         outputs = [finished[index] for index in sorted(finished)]
         return outputs if self._several else outputs[0]
@@ -328,6 +329,9 @@ class AsyncEngine:
     def close(self) -> None:
         """End every process of the engine."""
         self.closed = True
+        if not self.loop.is_closed():
+            error = EngineClosedError("the model was closed while a stream of it was waited for")
+            self.loop.call_soon_threadsafe(internals.wake_all, self.llm, error)
         internals.shut_down(self.llm)
         self.inbox.close()
 

@@ -68,7 +68,8 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
     for name, wanted in _REFUSED.items():
         value = options.get(name)
         if value is not None and value not in wanted:
-            raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out, or give {name}={wanted[0]!r}")
+            instead = f", or give {name}={wanted[0]!r}" if wanted else ""
+            raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out{instead}")
     arguments = {"enforce_eager": True, **options, "model": model}
     arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
     arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.Scheduler"
@@ -111,6 +112,8 @@ def starting(model: str) -> Iterator[None]:
                 f"there is no model {model!r}: it is neither a directory with a config.json here, nor to be had from "
                 f"a hub. Give the path of a downloaded model, or the name of one that this machine can download"
             ) from error
+        if type(error).__name__ in ("ValidationError", "VLLMValidationError"):
+            raise EngineArgumentError(f"vLLM refuses the engine's arguments: {error}") from error
         raise
     finally:
         names.update(hidden)
@@ -230,6 +233,13 @@ def accumulates(params: Any) -> bool:
     return bool(params.output_kind == RequestOutputKind.CUMULATIVE)
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a prompt or parameters that it does not take."""
+    from vllm.exceptions import VLLMValidationError
+
+    return TypeError, ValueError, VLLMValidationError
+
+
 def sampling_names() -> list[str]:
     """The names that vLLM's ``SamplingParams`` takes."""
     from vllm import SamplingParams
@@ -312,6 +322,11 @@ def dead_error() -> Exception:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return EngineDeadError()
+
+
+def wake_all(llm: Any, error: Exception) -> None:
+    """Give an error to everybody who waits for an output."""
+    _engine(llm).output_processor.propagate_error(error)
 
 
 def shut_down(llm: Any) -> None:
@@ -462,7 +477,8 @@ def end_requests(scheduler: Any, outputs: dict[int, Any], requests: list[str]) -
         of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
         reason = request.get_finished_reason()
         for output in of_client.outputs:
-            if output.request_id == request.request_id:
+            # The last token of an output that stops is taken for a stop token, and left out of the text.
+            if output.request_id == request.request_id and not output.new_token_ids:
                 output.finish_reason = reason
                 break
         else:

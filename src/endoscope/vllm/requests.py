@@ -78,7 +78,7 @@ class Request:
         salt = secrets.token_hex(16) if self.block is not None else None
         try:
             made, text = internals.process(llm, name, prompt, params, salt, **options)
-        except (TypeError, ValueError) as error:
+        except internals.refusals() as error:
             kind = SamplingError if _is_about_sampling(error) else PromptError
             raise kind(f"vLLM refuses the request: {error}") from error
         if self.block is not None:
@@ -160,7 +160,7 @@ def _is_about_sampling(error: Exception) -> bool:
     parameter = getattr(error, "parameter", None)
     if parameter is not None:
         return str(parameter) in internals.sampling_names()
-    return not re.search(r"prompt|token|length", str(error))
+    return not re.search(r"prompt|token|length", str(error), re.IGNORECASE)
 
 
 def merge(saves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def make_params(sampling: Mapping[str, Any]) -> Any:
         near = [match for name in unknown for match in difflib.get_close_matches(name, names, n=3)]
         hint = f"; nearest are {', '.join(near)}" if near else ""
         raise SamplingError(f"vLLM knows no sampling argument {', '.join(map(repr, unknown))}{hint}") from error
-    except ValueError as error:
+    except internals.refusals() as error:
         raise SamplingError(f"vLLM refuses the sampling arguments: {error}") from error
 
 

@@ -105,6 +105,9 @@ class SyncEngine:
                     self._wait()
                 request.label(request.output, resolve)
                 request.collect(resolve)
+            if internals.in_process():
+                # The engine learns in its next step that the requests are over, and nobody else makes one.
+                self.llm.llm_engine.step()
         except BaseException:
             for request in submitted:
                 request.forget()

@@ -134,6 +134,7 @@ class EngineProbes:
         traced.probe.finish()
         self._report(traced)
         traced.probe.clear()
+        self._rest()
 
     def release(self, requests: Iterable[str]) -> None:
         """Nobody waits for these requests any more: end their blocks and send nothing."""
@@ -144,6 +145,12 @@ class EngineProbes:
                 traced.probe.kill()
                 caches_close(traced.probe)
                 traced.probe.clear()
+        self._rest()
+
+    def _rest(self) -> None:
+        # Steps without a traced request do not come by here, and run without a wrapper.
+        if not self.traced:
+            self.handoffs.wrappers.keep(())
 
     # A step.
 
@@ -267,10 +274,9 @@ class EngineProbes:
 
     def counts(self) -> dict[str, int]:
         """What this rank holds for traces: probes, wrapped modules, and bytes of tensors that blocks keep."""
-        held = 0
-        for traced in self.traced.values():
-            held += _bytes(traced.probe)
-        return {"probes": len(self.traced), "hooks": len(self.handoffs.wrappers), "bytes": held}
+        running = [traced.probe for traced in self.traced.values() if not traced.reported]
+        held = sum(map(_bytes, running))
+        return {"probes": len(running), "hooks": len(self.handoffs.wrappers), "bytes": held}
 
 
 _NOTHING = compile("", "<nothing>", "exec")
@@ -295,8 +301,8 @@ def _bytes(probe: Probe) -> int:
         nonlocal total
         total += tensor.nbytes
 
-    for _, value in probe.kept:
-        walk(value, count)
+    for kept in probe.kept:
+        walk(kept.value, count)
     for cache in probe.caches:
         total += cache.nbytes()
     return total
