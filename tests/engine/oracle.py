@@ -121,7 +121,7 @@ class Oracle:
         cache = DynamicCache()
         feed = ids
         try:
-            for step in range(steps):  # noqa: B007, read by `at`
+            for step in range(steps):
                 logits = self.model(torch.tensor([feed]), past_key_values=cache, use_cache=True).logits[0, -1:]
                 logits = at(("logits", None), logits)
                 token = int(logits.argmax())

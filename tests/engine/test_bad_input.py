@@ -15,8 +15,8 @@ from endoscope import VLLM
 from endoscope.errors import (
     BlockSyntaxError,
     EngineArgumentError,
-    ModelNotFoundError,
     ModeError,
+    ModelNotFoundError,
     NoSourceError,
     PromptError,
     SamplingError,
@@ -70,7 +70,7 @@ def model(sync_model: Any, oracle: Any) -> Any:
         ([True, False], "bool"),
         ([-1, 5], "negative"),
         ({"text": "hello"}, "prompt_token_ids"),
-        ([10**9], "token"),
+        ([10**9], "vocabulary"),
     ],
 )
 def test_prompts_that_are_none(prompt: Any, said: str, model: Any) -> None:
@@ -156,13 +156,13 @@ def test_case_34_what_cannot_travel(model: Any, tmp_path: Path) -> None:  # cont
     generator = (number for number in range(3))
     nested = {"deep": [lock]}
     try:
-        with pytest.raises(SerializationError, match="'file'.*TextIOWrapper"), model.trace(PROMPTS[0]):
+        with pytest.raises(SerializationError, match=r"'file'.*TextIOWrapper"), model.trace(PROMPTS[0]):
             file.write("x")
-        with pytest.raises(SerializationError, match="'lock'.*lock"), model.trace(PROMPTS[0]):
+        with pytest.raises(SerializationError, match=r"'lock'.*lock"), model.trace(PROMPTS[0]):
             lock.acquire()
-        with pytest.raises(SerializationError, match="'generator'.*generator"), model.trace(PROMPTS[0]):
+        with pytest.raises(SerializationError, match=r"'generator'.*generator"), model.trace(PROMPTS[0]):
             next(generator)
-        with pytest.raises(SerializationError, match="'nested'.*dict.*lock"), model.trace(PROMPTS[0]):
+        with pytest.raises(SerializationError, match=r"'nested'.*dict.*lock"), model.trace(PROMPTS[0]):
             nested["deep"].append(1)
     finally:
         file.close()

@@ -44,9 +44,7 @@ def edit(module: Any, site: str, how: str, change: Any) -> None:
         setattr(module, site, change(value))
 
 
-def check(
-    its: Any, edits: list[Edit], edited: tuple[Any, Any, Any], others: list[tuple[str, Any, Any, Any]]
-) -> None:
+def check(its: Any, edits: list[Edit], edited: tuple[Any, Any, Any], others: list[tuple[str, Any, Any, Any]]) -> None:
     """The edited request equals the oracle under the edits; the others equal the oracle without them."""
     reads = [("resid_post", its.depth - 1), ("logits", None)]
     touched, untouched = its.run(PROMPTS[0], STEPS, reads, edits), its.run(PROMPTS[0], STEPS, reads)
@@ -328,7 +326,15 @@ def test_case_16_a_steering_vector_changed_between_two_calls(sync_model: Any, or
     for seed in (7, 8):
         vector.copy_(vector_of(its.width, seed))
         found.append(steered())
-    for logits, change in zip(found, (torch.zeros(its.width), vector_of(its.width, 7), vector, ), strict=True):
+    for logits, change in zip(
+        found,
+        (
+            torch.zeros(its.width),
+            vector_of(its.width, 7),
+            vector,
+        ),
+        strict=True,
+    ):
         edit = Edit("resid_post", 1, lambda rows, change=change: rows + change)
         assert_close(logits, its.run(PROMPTS[0], 1, [("logits", None)], [edit])["logits", None][0])
 

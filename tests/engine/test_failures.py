@@ -146,7 +146,7 @@ def test_sync_an_error_is_of_its_own_class_and_a_block_error(number: int, model:
     with pytest.raises(kind) as caught, model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
         model.logits.sum()
         if number == 0:
-            1 / 0
+            _ = 1 / 0
         elif number == 1:
             {}["no such key"]
         elif number == 2:
@@ -192,7 +192,7 @@ def test_sync_case_33_a_name_that_is_nowhere(model: Any) -> None:  # contract: C
         nowhere_at_all  # noqa: B018, F821
     assert isinstance(caught.value, BlockError)
     with pytest.raises(NameError, match="bound_later"), model.trace(PROMPTS[0], max_tokens=1):
-        model.logits.sum() + bound_later
+        model.logits.sum() + bound_later  # noqa: F821
     bound_later = 1
     assert bound_later == 1
 
@@ -337,10 +337,9 @@ def test_sync_prints_arrive_marked(model: Any, capsys: pytest.CaptureFixture[str
 
 def test_sync_warnings_arrive_marked(model: Any) -> None:  # contract: D4
     """With their class, the user's file and line, and the mark of the request."""
-    with pytest.warns(DeprecationWarning, match="old ways") as warned:
-        with model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
-            warnings.warn("old ways", DeprecationWarning, stacklevel=1)
-            model.logits.sum()
+    with pytest.warns(DeprecationWarning, match="old ways") as warned, model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
+        warnings.warn("old ways", DeprecationWarning, stacklevel=1)
+        model.logits.sum()
     assert len(warned) == 1
     assert str(warned[0].message).startswith("[request ")
     assert warned[0].filename == __file__
@@ -354,12 +353,12 @@ async def test_stream_prints_and_warnings_arrive(
 ) -> None:  # contract: D4
     """By the time the stream has ended, all of it is there."""
     model = async_model("tiny-llama")
+    with model.trace(PROMPTS[0], max_tokens=2, **GREEDY) as tracer:
+        for step in tracer.iter[:]:
+            print("step", step)
+            model.logits.sum()
+        warnings.warn("careful", stacklevel=1)
     with pytest.warns(UserWarning, match="careful"):
-        with model.trace(PROMPTS[0], max_tokens=2, **GREEDY) as tracer:
-            for step in tracer.iter[:]:
-                print("step", step)
-                model.logits.sum()
-            warnings.warn("careful", stacklevel=1)
         await tracer.backend
     lines = capsys.readouterr().out.strip().split("\n")
     assert [line.partition("] ")[2] for line in lines] == ["step 0", "step 1"]

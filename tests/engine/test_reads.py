@@ -79,9 +79,7 @@ def test_every_site_in_a_mixed_batch(name: str, sync_model: Any, oracle: Any) ->
                 for _ in tracer.iter[:]:
                     for i in chosen:
                         seen.setdefault(("norm", i), []).append(first(layers[i].get_submodule(norm).output))
-                        seen.setdefault(("attention", i), []).append(
-                            first(layers[i].get_submodule(attention).output)
-                        )
+                        seen.setdefault(("attention", i), []).append(first(layers[i].get_submodule(attention).output))
                         seen.setdefault(("resid_post", i), []).append(layers[i].resid_post)
                     seen.setdefault(("logits", None), []).append(model.logits)
             # Between those that see everything, one that asks for a single site, and one that asks for nothing.
@@ -203,7 +201,13 @@ def test_a_value_held_over_later_steps_never_changes(name: str, sync_model: Any)
             with tracer.invoke(prompt, max_tokens=6):
                 held, clones = [].save(), [].save()
                 for _ in tracer.iter[:]:
-                    for value in (layers[0].inputs, layers[0].output, layers[1].mlp.output, model.logits, model.samples):
+                    for value in (
+                        layers[0].inputs,
+                        layers[0].output,
+                        layers[1].mlp.output,
+                        model.logits,
+                        model.samples,
+                    ):
                         tensors = [value] if isinstance(value, torch.Tensor) else flat(value)
                         held.extend(tensors)
                         clones.extend([tensor.clone() for tensor in tensors])

@@ -481,7 +481,7 @@ def test_barrier_is_refused_by_name(model: Any) -> None:  # contract: C7
 def test_sites_out_of_order(model: Any) -> None:  # contract: C8
     """The error names what was asked for and where the block had stopped before."""
     with pytest.raises(OutOfOrderError) as caught, model.trace(PROMPTS[0], max_tokens=2, **GREEDY):
-        later = model.model.layers[2].output.save()  # noqa: F841
+        later = model.model.layers[2].output.save()
         model.model.layers[1].mlp.output.save()
     said = str(caught.value)
     assert "model.layers.1.mlp.output" in said
@@ -620,7 +620,7 @@ def test_everything_in_one_process() -> None:  # contract: B1
         "tiny-llama and not stream and not script and not process"
         " and (test_every_site or test_input or test_case_12 or does_not_fit or never_changes or logits)"
         " or test_sync and not process and not script"
-        " or test_failures and sync and not stream"
+        " or test_failures and sync and not stream and not smollm2 and not tiny-gpt2"
         " or one_engine_in_a_process"
     )
     done = python(

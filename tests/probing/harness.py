@@ -401,7 +401,7 @@ class Plain:
     """What a request that runs alone gives with plain hooks.
 
     Attributes:
-        seen: every value of the watched modules, before its edit.
+        seen: every value of the watched modules, of the logits and of the samples, before its edit.
         logits: by step, ``[1, vocabulary]``.
         generated: the tokens.
     """
@@ -469,14 +469,16 @@ def plain(
         handles.append(module.register_forward_hook(after(path, layer)))
     known, done = list(prompt), 0
     try:
-        for step in range(tokens):  # noqa: B007 (the hooks read it)
+        for step in range(tokens):
             with torch.inference_mode():
                 hidden = model(torch.tensor(known[done:]), torch.arange(done, len(known)))
                 logits = model.compute_logits(hidden[-1:])
+            result.seen[step, "", "logits"] = logits.clone()
             if edit := edits.get((step, "", "logits")):
                 logits = edit(logits.clone())
             result.logits.append(logits)
             sample = logits.argmax(-1, keepdim=True)
+            result.seen[step, "", "samples"] = sample.clone()
             if edit := edits.get((step, "", "samples")):
                 sample = edit(sample)
             result.generated.append(int(sample))

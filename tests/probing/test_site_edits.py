@@ -32,7 +32,10 @@ MASK = torch.arange(3 * HIDDEN).reshape(3, HIDDEN) % 3 == 0
 # What a block does to the tensor ``h``, and a function that gives the same from a tensor.
 IN_PLACE: dict[str, tuple[str, Any]] = {
     "whole": ("h[:] = 2.5", lambda h: torch.full_like(h, 2.5)),
-    "slice": ("h[1:, 2:5] = -1", lambda h: torch.cat([h[:1], torch.cat([h[1:, :2], -1 + h[1:, 2:5] * 0, h[1:, 5:]], 1)])),
+    "slice": (
+        "h[1:, 2:5] = -1",
+        lambda h: torch.cat([h[:1], torch.cat([h[1:, :2], -1 + h[1:, 2:5] * 0, h[1:, 5:]], 1)]),
+    ),
     "row": ("h[-1] *= 3", lambda h: torch.cat([h[:-1], h[-1:] * 3])),
     "masked": ("h[mask] = 0", lambda h: torch.where(MASK, 0.0, h)),
     "masked_fill": ("h.masked_fill_(mask, 4)", lambda h: torch.where(MASK, 4.0, h)),
@@ -337,7 +340,12 @@ def test_what_is_assigned_is_cast_to_the_dtype_of_the_site() -> None:
     # contract: C3
     model = llama()
     expected = plain(model, [3, 1, 4], 1, (), {(0, "model.layers.1.mlp", "output"): torch.ones_like})
-    for value in ("torch.ones(3, 8)", "torch.ones(3, 8).long()", "torch.ones(3, 8).bool()", "torch.ones(1).expand(3, 8)"):
+    for value in (
+        "torch.ones(3, 8)",
+        "torch.ones(3, 8).long()",
+        "torch.ones(3, 8).bool()",
+        "torch.ones(1).expand(3, 8)",
+    ):
         saves = run(model, f"model.model.layers[1].mlp.output = {value}\nlogits = model.logits.save()")
         assert same(saves["logits"], expected.logits[0]), value
 
@@ -507,7 +515,8 @@ def test_several_blocks_edit_one_site() -> None:
         """
     prompts = [[3, 1], [4], [1, 5, 9], [2, 6]]
     requests = [
-        Request(prompt, block if by else None, values={"by": by}) for by, prompt in zip((2, 0, 3, -1), prompts, strict=True)
+        Request(prompt, block if by else None, values={"by": by})
+        for by, prompt in zip((2, 0, 3, -1), prompts, strict=True)
     ]
     Engine(model).run(*requests)
     for request in requests:

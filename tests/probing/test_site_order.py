@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HIDDEN, Engine, Gives, Request, Small, failing, gpt, line_of, llama, made, plain, run, same
+from harness import HIDDEN, Engine, Request, Small, failing, gpt, line_of, llama, made, plain, run, same
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, SiteError, UnknownModuleError, UsageError

@@ -89,7 +89,7 @@ def test_the_stream_after_a_layer_is_the_stream_before_the_next(layer: int) -> N
             """,
         )
         assert same(saves["before"], saves["after"])
-        assert not saves["before"].data_ptr() == saves["after"].data_ptr()
+        assert saves["before"].data_ptr() != saves["after"].data_ptr()
 
 
 def test_input_is_the_first_argument_by_position_or_by_name() -> None:
@@ -181,9 +181,7 @@ def test_rows_with_untraced_ones_between_them(name: str) -> None:
     # contract: C2
     model, paths = model_of(name)
     for path in paths:
-        requests = [
-            Request(one.prompt, one.block, one.tokens, one.joins, values={"path": path}) for one in MIXED
-        ]
+        requests = [Request(one.prompt, one.block, one.tokens, one.joins, values={"path": path}) for one in MIXED]
         Engine(model).run(*requests)
         for request in requests:
             expected = plain(model, request.prompt, request.tokens, (path,))
@@ -275,7 +273,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-Plainer = namedtuple("Plainer", ["only"])  # noqa: PYI024
+Plainer = namedtuple("Plainer", ["only"])
 
 
 class Box(dict[str, Any]):
@@ -425,6 +423,7 @@ def test_a_tensor_laid_out_otherwise_is_read_and_edited_like_any() -> None:
         "flipped": lambda h: h.flip(0).flip(0),
     }
     for name, layout in layouts.items():
+
         def body(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return model.gives(hidden) * 1.0  # type: ignore[no-any-return]
 

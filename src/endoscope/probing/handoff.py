@@ -100,7 +100,7 @@ class Handoffs:
         return value if (edit := self._visit(site, value)) is None else edit.result(value)
 
     def _forward_ends(self) -> None:
-        """No module runs any more in this step: a probe that waits for one gets an error, and may still ask for logits."""
+        """No module runs any more in this step: who waits for one gets an error, and may go on to the logits."""
         if self.wrappers.clock is not None:
             self.wrappers.recording_ends()
         for probe in self.probes:

@@ -140,7 +140,7 @@ class Copy:
         self.bases: list[torch.Tensor] = []
         self.cuts: list[Cuts | None] = []
         self._pieces: list[list[torch.Tensor]] | None = None
-        self._flat = type(value) is tuple and all([isinstance(item, torch.Tensor) for item in value])
+        self._flat = type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value)
         for tensor in (value,) if isinstance(value, torch.Tensor) else value if self._flat else tensors(value):
             cuts = layout.of(tensor)
             self.cuts.append(cuts)
@@ -183,7 +183,12 @@ class Copy:
 
     def nobodys(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a request's parts that are not cut: their rows belong to no request."""
+        if None not in self.cuts:
+            return _NONE
         return [part for part, cuts in zip(parts, self.cuts, strict=True) if cuts is None]
+
+
+_NONE: list[torch.Tensor] = []
 
 
 def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:

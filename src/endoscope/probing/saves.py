@@ -28,7 +28,7 @@ def save(value: Any, text: str = "", names: tuple[str, ...] = ()) -> Any:
     Args:
         value: anything that can be pickled; tensors arrive on the CPU.
         text: the key for a value that is bound to no name when the block ends; the block's compiler
-            fills in the text of the expression.
+            fills in the text of the expression, and ``save(Tensor)`` stands for a tensor that has none.
         names: the block's names that the value is being bound to; filled in by the compiler as well.
 
     Raises:
@@ -37,7 +37,7 @@ def save(value: Any, text: str = "", names: tuple[str, ...] = ()) -> Any:
     keep = getattr(getcurrent(), "keep", None)
     if keep is None:
         raise UsageError("save() was called outside a block: it marks a value of a block to be sent home")
-    keep(text or type(value).__name__, value, names)
+    keep(text or f"save({type(value).__name__})", value, names)
     return value
 
 
@@ -51,7 +51,7 @@ def save_method(value: Any, text: str, names: tuple[str, ...] = ()) -> Any:
 
 def tensor_save(self: Any) -> Any:
     """``tensor.save()`` in a helper function, whose text is not rewritten."""
-    return save(self, "tensor")
+    return save(self)
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None))

@@ -52,7 +52,7 @@ class Steps:
             return _run(iter(range(start, stop, by)) if stop is not None else _count(start, by))
         if isinstance(steps, int):
             return _run(iter([_whole(steps)]), named=True)
-        if not isinstance(steps, Iterable):
+        if not hasattr(steps, "__iter__"):
             _whole(steps)
         return _run(iter([_whole(step) for step in steps]), named=True)
 
@@ -79,7 +79,9 @@ def _run(steps: Iterator[int], named: bool = False) -> Iterator[int]:
     for step in steps:
         if step < probe.step and not probe.finished:
             if named:
-                raise OutOfOrderError(f"tracer.iter asked for step {step}, but the block is already in step {probe.step}")
+                raise OutOfOrderError(
+                    f"tracer.iter asked for step {step}, but the block is already in step {probe.step}"
+                )
             continue
         while probe.step < step:
             if not probe.next_step():
@@ -235,7 +237,7 @@ class CacheView(dict[str, list[Any]]):
         """The outputs of a module, or the default if it has no part in the cache."""
         return super(CacheView, self.fill()).get(_path(key), default)
 
-    def keys(self) -> KeysView[str]:
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
         """The paths of the modules."""
         return super(CacheView, self.fill()).keys()
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
-from endoscope.errors import EventLoopError, UsageError
+from endoscope.errors import EngineClosedError, EventLoopError, UsageError
 from endoscope.tracing.backend import Backend
 from endoscope.vllm import internals
 from endoscope.vllm.requests import Request, every

@@ -25,6 +25,13 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         self.model_runner.attach(reports=internals.reports(self))
         return result
 
+    def shutdown(self) -> None:
+        """End, as vLLM's worker does, with the connections to the clients closed."""
+        probes = getattr(getattr(self, "model_runner", None), "probes", None)
+        if probes is not None and probes.outbox is not None:
+            probes.outbox.close()
+        super().shutdown()
+
     def endoscope_release(self, requests: list[str]) -> int:
         """End the blocks of requests, by vLLM's id or by the client's key; returns how many probes are left."""
         self.model_runner.probes.release(requests)
