@@ -105,9 +105,10 @@ def run_mixed(model: Any, its: Any, places: list[tuple[int, str]], how: str, ste
 @pytest.mark.parametrize("how", ["in place", "by assignment"])
 @pytest.mark.parametrize("key", SITES)
 @pytest.mark.parametrize("name", NAMES)
+# contract: C2, C3
 def test_case_12_every_site_takes_both_kinds_of_edit(
     name: str, key: str, how: str, sync_model: Any, oracle: Any
-) -> None:  # contract: C2, C3
+) -> None:
     """An edit in a middle layer at every step, of one request in a mixed batch."""
     its = oracle(name)
     vector = vector_of(its.width)
@@ -117,9 +118,10 @@ def test_case_12_every_site_takes_both_kinds_of_edit(
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("layer", ["first", "last"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+# contract: C2, C5
 def test_edits_at_chosen_steps_of_the_outer_layers(
     name: str, layer: str, when: str, sync_model: Any, oracle: Any
-) -> None:  # contract: C2, C5
+) -> None:
     """An edit at the prompt's pass changes the keys and values that later steps read; one at a later step does not."""
     its = oracle(name)
     vector = vector_of(its.width, seed=1)
@@ -350,9 +352,10 @@ def test_case_16_a_steering_vector_changed_between_two_calls(sync_model: Any, or
         ("kind", lambda rows: rows.tolist(), "list"),
     ],
 )
+# contract: C3
 def test_a_replacement_that_does_not_fit(
     name: str, what: str, make: Any, said: str, sync_model: Any, oracle: Any
-) -> None:  # contract: C3
+) -> None:
     """It is that block's error, raised at its line; the others of the batch and the engine go on."""
     model, its = sync_model(name), oracle(name)
     layer = layers_of(model)[1]
@@ -379,8 +382,9 @@ def test_a_replacement_that_does_not_fit(
     assert model.debug() == NOTHING_LEFT
 
 
+# contract: C3
 def test_a_replacement_that_does_not_fit_can_be_caught_in_the_block(sync_model: Any, oracle: Any) -> None:
-    """The error is raised where the value is assigned, before the engine's memory is touched."""  # contract: C3
+    """The error is raised where the value is assigned, before the engine's memory is touched."""
     model, its = sync_model("tiny-llama"), oracle("tiny-llama")
     with model.trace(PROMPTS[0], max_tokens=2, **GREEDY) as tracer:
         try:

@@ -54,9 +54,10 @@ def failing_helper(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "smollm2"])
 @pytest.mark.parametrize("at", [0, 2])
+# contract: D1
 def test_sync_case_19_the_rest_of_the_batch_is_bit_for_bit_the_same(
     name: str, at: int, sync_model: Any, oracle: Any
-) -> None:  # contract: D1
+) -> None:
     """Beside a failing block, the others give bit for bit what they give where that block stops instead.
 
     The comparison has the same requests in the same batches, since other batches sum in another order.
@@ -265,9 +266,8 @@ def test_sync_case_09_the_traceback_shows_the_users_lines(how: str, model: Any) 
 
 @pytest.mark.parametrize("consumed", ["awaited", "iterated"])
 @pytest.mark.parametrize("how", FAILURES)
-async def test_stream_case_09_the_traceback_shows_the_users_lines(
-    how: str, consumed: str, async_model: Any
-) -> None:  # contract: D2, D3
+# contract: D2, D3
+async def test_stream_case_09_the_traceback_shows_the_users_lines(how: str, consumed: str, async_model: Any) -> None:
     """The same on the stream, where it is consumed long after the block's frame."""
     kind, shown = FAILURES[how]
     tracer = fail_in_block(async_model("tiny-llama"), how)
@@ -337,9 +337,14 @@ def test_sync_prints_arrive_marked(model: Any, capsys: pytest.CaptureFixture[str
 
 def test_sync_warnings_arrive_marked(model: Any) -> None:  # contract: D4
     """With their class, the user's file and line, and the mark of the request."""
-    with pytest.warns(DeprecationWarning, match="old ways") as warned, model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
-        warnings.warn("old ways", DeprecationWarning, stacklevel=1)
-        model.logits.sum()
+
+    def trace() -> None:
+        with model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
+            warnings.warn("old ways", DeprecationWarning, stacklevel=1)
+            model.logits.sum()
+
+    with pytest.warns(DeprecationWarning, match="old ways") as warned:
+        trace()
     assert len(warned) == 1
     assert str(warned[0].message).startswith("[request ")
     assert warned[0].filename == __file__
@@ -348,9 +353,8 @@ def test_sync_warnings_arrive_marked(model: Any) -> None:  # contract: D4
     assert 'warnings.warn("old ways", DeprecationWarning' in line
 
 
-async def test_stream_prints_and_warnings_arrive(
-    async_model: Any, capsys: pytest.CaptureFixture[str]
-) -> None:  # contract: D4
+# contract: D4
+async def test_stream_prints_and_warnings_arrive(async_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """By the time the stream has ended, all of it is there."""
     model = async_model("tiny-llama")
     with model.trace(PROMPTS[0], max_tokens=2, **GREEDY) as tracer:

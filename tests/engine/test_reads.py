@@ -226,9 +226,10 @@ def flat(value: Any) -> list[Any]:
     return [tensor for item in value for tensor in flat(item)] if not isinstance(value, (int, type(None))) else []
 
 
+# contract: A10
 async def test_reads_on_the_stream_are_those_of_the_synchronous_path(
     async_model: Any, sync_model: Any, oracle: Any
-) -> None:  # contract: A10
+) -> None:
     """The same block gives bit for bit the same values on both engines."""
     its = oracle("tiny-llama")
     streamed, direct = async_model("tiny-llama"), sync_model("tiny-llama")

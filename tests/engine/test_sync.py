@@ -315,9 +315,8 @@ def test_the_model_can_be_used_from_its_own_block(model: Any, its: Any) -> None:
     [(None, None, None, [0, 1, 2, 3, 4]), (1, 3, None, [1, 2]), (None, 2, None, [0, 1]), (3, None, None, [3, 4]),
      (0, 5, 2, [0, 2, 4]), (7, 9, None, [])],
 )  # fmt: skip
-def test_iter_over_slices(
-    start: Any, stop: Any, by: Any, steps: list[int], model: Any, its: Any
-) -> None:  # contract: C5
+# contract: C5
+def test_iter_over_slices(start: Any, stop: Any, by: Any, steps: list[int], model: Any, its: Any) -> None:
     """One pass of the loop for each chosen generated step."""
     with model.trace(PROMPTS[0], max_tokens=5, **GREEDY) as tracer:
         seen, logits = [].save(), [].save()
@@ -619,7 +618,7 @@ def test_everything_in_one_process() -> None:  # contract: B1
     chosen = (
         "tiny-llama and not stream and not script and not process"
         " and (test_every_site or test_input or test_case_12 or does_not_fit or never_changes or logits)"
-        " or test_sync and not process and not script"
+        " or test_sync.py and not process and not script"
         " or test_failures and sync and not stream and not smollm2 and not tiny-gpt2"
         " or one_engine_in_a_process"
     )

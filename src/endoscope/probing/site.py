@@ -59,8 +59,21 @@ class Station:
     """
 
     __slots__ = (
-        "_stream", "caches", "calls", "entered", "inputs", "inside", "left",
-        "module", "outer", "output", "path", "resid_post", "resid_pre",
+        "_stream",
+        "_stream_known",
+        "caches",
+        "calls",
+        "entered",
+        "inputs",
+        "inside",
+        "left",
+        "module",
+        "outer",
+        "output",
+        "path",
+        "resid_post",
+        "resid_pre",
+        "view",
     )  # fmt: skip
 
     def __init__(self, path: str, module: nn.Module, outer: Station | None) -> None:
@@ -78,6 +91,9 @@ class Station:
         self.left: int | None = None
         self.calls = 0
         self._stream: Stream | None = None
+        self._stream_known = False
+        self.view: Any = None
+        """What blocks see of the module, once one has asked."""
 
     @property
     def enters(self) -> bool:
@@ -92,8 +108,9 @@ class Station:
     @property
     def stream(self) -> Stream | None:
         """How the module carries the residual stream; ``None`` if it is no decoder layer."""
-        if self._stream is None and self._is_layer():
-            self._stream = Stream.of(self.module)
+        if not self._stream_known:
+            self._stream = Stream.of(self.module) if self._is_layer() else None
+            self._stream_known = True
         return self._stream
 
     def _is_layer(self) -> bool:

@@ -99,7 +99,18 @@ class ModuleView(Referenced):
         return self._view(station)
 
     def _view(self, station: Station) -> ModuleView:
-        return ModuleView(self._handoffs, station)
+        if station.view is None:
+            station.view = ModuleView(self._handoffs, station)
+        return station.view  # type: ignore[no-any-return]
+
+    def _children(self) -> list[ModuleView]:
+        children: list[ModuleView] | None = self.__dict__.get("_all")
+        if children is None:
+            # named_children leaves out a module that stands there a second time.
+            modules = self._station.module._modules
+            children = [self._child(name) for name, module in modules.items() if module is not None]
+            self.__dict__["_all"] = children
+        return children
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_endoscope") or name in ("_handoffs", "_station"):
@@ -127,11 +138,9 @@ class ModuleView(Referenced):
     def __getitem__(self, index: int | slice | str) -> Any:
         if isinstance(index, str):
             return self._child(index)
-        children = self._names()
-        if isinstance(index, slice):
-            return [self._child(name) for name in children[index]]
+        children = self._children()
         try:
-            return self._child(children[index])
+            return children[index]
         except IndexError:
             raise UnknownModuleError(
                 f"{self._station.path or 'the model'}[{index}] was asked for, but it has {len(children)} modules"
@@ -141,11 +150,7 @@ class ModuleView(Referenced):
         return len(self._station.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[ModuleView]:
-        return iter([self._child(name) for name in self._names()])
-
-    def _names(self) -> list[str]:
-        # named_children leaves out a module that stands there a second time.
-        return [name for name, module in self._station.module._modules.items() if module is not None]
+        return iter(self._children())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._station.module(*map(module_of, args), **{name: module_of(arg) for name, arg in kwargs.items()})

@@ -21,7 +21,7 @@ import cloudpickle
 from endoscope.errors import SerializationError
 from endoscope.tracing.origin import folder_of, import_from, is_users
 from endoscope.tracing.refuse import refusal
-from endoscope.tracing.tensors import is_plain_tensor, reduce_tensor
+from endoscope.tracing.tensors import Packer, is_plain_tensor, reduce_tensor, unpack
 
 _PROTOCOL = 5
 _NO_REFERENCES: Mapping[int, tuple[str, ...]] = MappingProxyType({})
@@ -46,23 +46,29 @@ def dumps(
         value: any Python value.
         references: objects that are not :class:`Referenced` and yet travel as a key: ``id(object)`` to key. The
             caller keeps the objects alive.
-        buffers: receives the memory of tensors and arrays, in order, instead of its being copied into the result.
-            A buffer may be the tensor's own memory: send it or copy it before anybody writes to the tensor.
+        buffers: an empty list that receives the memory of tensors and arrays, in order, instead of its being copied
+            into the result. A buffer may be the tensor's own memory: send it or copy it before anybody writes to the
+            tensor. Small tensors share buffers.
 
     Raises:
         SerializationError: the value, or something that it holds, cannot travel.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, references, None if buffers is None else buffers.append)
+    pickler = _Pickler(file, references, buffers)
     try:
         pickler.dump(value)
+        if buffers is None:
+            return file.getvalue()
+        assert pickler.packer is not None
+        runs, packed = pickler.packer.close()
     except SerializationError:
         raise
     except Exception as error:  # any object may raise anything of its own when it is pickled
         raise SerializationError(f"pickle says: {error}.") from error
     finally:
         pickler.release()
-    return file.getvalue()
+    buffers[:0] = packed
+    return pickle.dumps(runs, _PROTOCOL) + file.getvalue()
 
 
 def loads(
@@ -80,8 +86,13 @@ def loads(
         buffers: the buffers that ``dumps`` collected, as anything that offers its bytes. They are copied, so that
             the tensors and arrays are writable and own their memory.
     """
-    copies = None if buffers is None else [bytearray(buffer) for buffer in buffers]
-    return _Unpickler(io.BytesIO(data), resolve, copies).load()
+    file = io.BytesIO(data)
+    if buffers is None:
+        return _Unpickler(file, resolve, None, {}).load()
+    given = list(buffers)
+    runs = pickle.load(file)
+    packed = unpack(runs, given[: len(runs)])
+    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given[len(runs) :]], packed).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -91,15 +102,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self,
         file: io.BytesIO,
         references: Mapping[int, tuple[str, ...]],
-        buffer_callback: Callable[[pickle.PickleBuffer], object] | None,
+        buffers: list[pickle.PickleBuffer] | None,
     ) -> None:
-        super().__init__(file, _PROTOCOL, buffer_callback)
+        super().__init__(file, _PROTOCOL, None if buffers is None else buffers.append)
         self._references = references
+        self.packer = None if buffers is None else Packer()
         self._by_value: set[str] = set()
 
-    def persistent_id(self, value: object) -> tuple[str, ...] | None:
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
         if isinstance(value, Referenced):
             return value.reference()
+        if self.packer is not None and (place := self.packer.take(value)) is not None:
+            return place
         return self._references.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
@@ -130,12 +144,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, resolve: Callable[[tuple[str, ...]], Any], buffers: list[bytearray] | None
+        self,
+        file: io.BytesIO,
+        resolve: Callable[[tuple[str, ...]], Any],
+        buffers: list[bytearray] | None,
+        packed: dict[str, list[Any]],
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._resolve = resolve
+        self._packed = packed
 
-    def persistent_load(self, key: tuple[str, ...]) -> Any:
+    def persistent_load(self, key: tuple[Any, ...]) -> Any:
+        if len(key) == 2 and isinstance(key[1], int):
+            return self._packed[key[0]][key[1]]
         return self._resolve(key)
 
 

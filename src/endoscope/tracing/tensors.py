@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import sys
 from collections.abc import Callable
 from pickle import PickleBuffer
@@ -50,11 +52,9 @@ def rebuild_tensor(
 ) -> Any:
     """Make the tensor again, in memory of its own, on its device if this process has it and else on the CPU."""
     torch = importlib.import_module("torch")
-    size = memoryview(data).nbytes
-    tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if size:
-        memoryview(tensor.numpy())[:] = memoryview(data).cast("B")
-    tensor = tensor.view(getattr(torch, dtype)).reshape(shape)
+    own = data if isinstance(data, bytearray) else bytearray(data)
+    kind = getattr(torch, dtype)
+    tensor = torch.frombuffer(own, dtype=kind).view(shape) if own else torch.empty(shape, dtype=kind, device="cpu")
     if device != "cpu":
         tensor = _moved(tensor, device)
     if parameter:
@@ -67,3 +67,75 @@ def _moved(tensor: Any, device: str) -> Any:
         return tensor.to(device)
     except (RuntimeError, AssertionError, NotImplementedError):  # no such device here, or torch built without it
         return tensor
+
+
+PACKED = 1 << 16
+"""Bytes up to which a tensor travels packed together with others."""
+
+_PACKABLE = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
+
+Runs = list[tuple[str, list[tuple[tuple[int, ...], int]]]]
+"""What a pack holds: for each buffer its dtype, and how many tensors of which shape follow each other in it."""
+
+
+class Packer:
+    """Collects small tensors, of which a block may keep a thousand: they travel as one buffer for each dtype."""
+
+    def __init__(self) -> None:
+        torch = self._torch = sys.modules.get("torch")
+        self._kind = getattr(torch, "Tensor", None)
+        self._strided = getattr(torch, "strided", None)
+        self._names = {getattr(torch, name): name for name in _PACKABLE} if self._kind is not None else {}
+        self._places: dict[int, tuple[str, int]] = {}
+        self._tensors: dict[str, list[Any]] = {}
+
+    def take(self, value: Any) -> tuple[str, int] | None:
+        """The place of a tensor in the pack, or ``None`` if it is to travel by itself."""
+        # Asked for every object of a value, so the order of these questions is that of their cost.
+        if type(value) is not self._kind:
+            return None
+        place = self._places.get(id(value))
+        if place is not None:
+            return place
+        dtype = self._names.get(value.dtype)
+        if dtype is None or not value.is_cpu or value.requires_grad or value.layout is not self._strided:
+            return None
+        if value.nbytes > PACKED:
+            return None
+        group = self._tensors.setdefault(dtype, [])
+        place = self._places[id(value)] = dtype, len(group)
+        group.append(value)
+        return place
+
+    def close(self) -> tuple[Runs, list[PickleBuffer]]:
+        """What was packed, and its memory."""
+        runs: Runs = []
+        buffers = []
+        for dtype, group in self._tensors.items():
+            assert self._torch is not None
+            flat = self._torch.cat([tensor.reshape(-1) for tensor in group])
+            buffers.append(PickleBuffer(flat.view(self._torch.uint8).numpy()))
+            shapes: list[tuple[tuple[int, ...], int]] = []
+            for shape, same in itertools.groupby(tensor.shape for tensor in group):
+                shapes.append((tuple(shape), sum(1 for _ in same)))
+            runs.append((dtype, shapes))
+        return runs, buffers
+
+
+def unpack(runs: Runs, buffers: list[Any]) -> dict[str, list[Any]]:
+    """The tensors of a pack by dtype and place, each in memory of its own."""
+    if not runs:
+        return {}
+    torch = importlib.import_module("torch")
+    tensors: dict[str, list[Any]] = {}
+    for (dtype, shapes), buffer in zip(runs, buffers, strict=True):
+        kind = getattr(torch, dtype)
+        own = bytearray(buffer)
+        flat = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
+        made = tensors[dtype] = []
+        start = 0
+        for shape, count in shapes:
+            stop = start + count * math.prod(shape)
+            made.extend([each.clone() for each in flat[start:stop].view(count, *shape).unbind(0)])
+            start = stop
+    return tensors

@@ -319,12 +319,23 @@ class AsyncEngine:
     async def _release(self, names: list[str]) -> None:
         with contextlib.suppress(type(internals.dead_error())):
             await internals.abort(self.llm, names)
-            await self.llm.collective_rpc("endoscope_release", args=(names,))
+            await self.call("endoscope_release", names)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's worker."""
+        """Call a method of every rank's worker.
+
+        Raises:
+            EngineDeadError: if the engine dies meanwhile; vLLM itself would wait for ever.
+        """
         self.check_loop()
-        return await self.llm.collective_rpc(method, args=args)  # type: ignore[no-any-return]
+        calling = asyncio.ensure_future(self.llm.collective_rpc(method, args=args))
+        try:
+            while not (await asyncio.wait([calling], timeout=0.5))[0]:
+                if internals.dead(self.llm):
+                    raise internals.dead_error()
+            return calling.result()  # type: ignore[no-any-return]
+        finally:
+            calling.cancel()
 
     def close(self) -> None:
         """End every process of the engine."""
@@ -374,5 +385,3 @@ def started(coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoo
         await Rest()
 
     return loop.create_task(rest())
-
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,18 +191,23 @@ def load_tokenizer(model: str, options: Mapping[str, Any]) -> Any:
     )
 
 
-def sampling_params(sampling: Mapping[str, Any], submission: bytes | None) -> Any:
-    """vLLM's ``SamplingParams``, with a submission on it.
+@functools.cache
+def _sampling_class() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams
+
+
+def sampling_params(sampling: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams``.
 
     Raises:
         TypeError, ValueError: from vLLM, for what it does not take.
     """
-    from vllm import SamplingParams
-
     sampling = dict(sampling)
     params = sampling.pop("sampling_params", None)
     if params is not None:
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, _sampling_class()):
             raise TypeError(f"sampling_params takes vllm.SamplingParams, not a {type(params).__name__}")
         params = params.clone()
         for name, value in sampling.items():
@@ -209,14 +215,17 @@ def sampling_params(sampling: Mapping[str, Any], submission: bytes | None) -> An
                 raise TypeError(f"Unexpected keyword argument '{name}'")
             setattr(params, name, value)
     else:
-        params = SamplingParams(**sampling)
-    if submission is not None:
-        params.extra_args = {**(params.extra_args or {}), EXTRA: submission}
-        # Neither may a traced prompt be served from the cache, nor what a block did to it be served to another.
-        params.skip_reading_prefix_cache = True
+        params = _sampling_class()(**sampling)
     # The object is this request's own, so vLLM need not copy it once more.
     params.skip_clone = True
     return params
+
+
+def put_submission(params: Any, submission: bytes) -> None:
+    """Put a block on a request."""
+    params.extra_args = {**(params.extra_args or {}), EXTRA: submission}
+    # A traced prompt is seen whole, so none of it is served from the cache.
+    params.skip_reading_prefix_cache = True
 
 
 def final_only(params: Any) -> None:
@@ -242,9 +251,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 def sampling_names() -> list[str]:
     """The names that vLLM's ``SamplingParams`` takes."""
-    from vllm import SamplingParams
-
-    return [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    return [name for name in _sampling_class().__struct_fields__ if not name.startswith("_")]
 
 
 def process(llm: Any, request: str, prompt: Any, params: Any, salt: str | None, **options: Any) -> Any:

@@ -59,7 +59,7 @@ class Request:
         if block is not None and inbox is not None:
             self.arrival = inbox.expect(params.n)
             submission = Submission(inbox.address, self.arrival.key, block.code, block.values)
-            params = internals.sampling_params({"sampling_params": params}, encode(submission))
+            internals.put_submission(params, encode(submission))
         if final_only:
             internals.final_only(params)
         try:
@@ -179,7 +179,7 @@ def make_params(sampling: Mapping[str, Any]) -> Any:
         SamplingError: for an argument that vLLM does not know, or a value that it refuses.
     """
     try:
-        return internals.sampling_params(sampling, None)
+        return internals.sampling_params(sampling)
     except TypeError as error:
         names = internals.sampling_names()
         unknown = [name for name in sampling if name not in (*names, "sampling_params")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from endoscope.tracing.backend import Backend
@@ -112,8 +114,9 @@ class SyncEngine:
             for request in submitted:
                 request.forget()
             if not internals.dead(self.llm):
-                internals.abort(self.llm, every(submitted))
-                self.llm.collective_rpc("endoscope_release", args=(every(submitted),))
+                with contextlib.suppress(type(internals.dead_error())):
+                    internals.abort(self.llm, every(submitted))
+                    self.call("endoscope_release", every(submitted))
             raise
 
     def _wait(self) -> None:
@@ -127,8 +130,27 @@ class SyncEngine:
             self.inbox.drain(timeout=0.2)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's worker."""
-        return self.llm.collective_rpc(method, args=args)  # type: ignore[no-any-return]
+        """Call a method of every rank's worker.
+
+        Raises:
+            EngineDeadError: if the engine dies meanwhile; vLLM itself would wait for ever.
+        """
+        if internals.in_process():
+            return self.llm.collective_rpc(method, args=args)  # type: ignore[no-any-return]
+        calling: Future[list[Any]] = Future()
+
+        def call() -> None:
+            try:
+                calling.set_result(self.llm.collective_rpc(method, args=args))
+            except BaseException as error:
+                calling.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return calling.result(timeout=0.2)
+            if internals.dead(self.llm):
+                raise internals.dead_error()
 
     def close(self) -> None:
         """End every process of the engine."""
