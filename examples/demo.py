@@ -14,7 +14,6 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.simplefilter("ignore", FutureWarning)
 
 from rich.console import Console
 
@@ -67,4 +66,5 @@ async def main(max_tokens: int = 12) -> None:
 if __name__ == "__main__":
     if not MODEL.is_dir():
         sys.exit(f"{MODEL} is missing: run `make models`, or `make demo`, which does it first")
+    warnings.simplefilter("ignore", FutureWarning)
     asyncio.run(main())

@@ -64,10 +64,5 @@ def test_a_room_is_as_light_as_it_says(room: str) -> None:
 
 
 def test_one_file_touches_vllm() -> None:
-    touching = {
-        file
-        for file in PACKAGE.rglob("*.py")
-        for name, _ in imported(file)
-        if name.split(".")[0] == "vllm"
-    }
+    touching = {file for file in PACKAGE.rglob("*.py") for name, _ in imported(file) if name.split(".")[0] == "vllm"}
     assert touching == {INTERNALS}

@@ -366,3 +366,34 @@ async def test_stream_prints_and_warnings_arrive(async_model: Any, capsys: pytes
         await tracer.backend
     lines = capsys.readouterr().out.strip().split("\n")
     assert [line.partition("] ")[2] for line in lines] == ["step 0", "step 1"]
+
+
+# contract: D1, D4
+async def test_stream_a_warning_that_the_caller_makes_an_error(async_model: Any, oracle: Any) -> None:
+    """It comes out of the stream of the request that warned, at its end, and out of no other."""
+    model, its = async_model("tiny-llama"), oracle("tiny-llama")
+
+    def start(number: int) -> Any:
+        with model.trace(PROMPTS[number], max_tokens=3, **GREEDY) as tracer:
+            if number % 2:
+                warnings.warn(f"careful {number}", stacklevel=1)
+            logits = model.logits.save()
+        return tracer.backend
+
+    async def consume(backend: Any) -> Any:
+        return await backend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends = [start(number) for number in range(4)]
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*map(consume, backends), return_exceptions=True)
+    for number, result in enumerate(results):
+        run = its.run(PROMPTS[number], 3)
+        output = result
+        if number % 2:
+            assert isinstance(result, UserWarning)
+            assert str(result).endswith(f"careful {number}")
+            output = result.output
+        assert tokens_of(output) == run.tokens
+        assert set(output.saves) == {"logits"}

@@ -746,3 +746,21 @@ def test_the_edits_of_the_oracle_are_given_copies() -> None:
     (given,) = copied((value,))
     given.zero_()
     assert value.sum() == 2
+
+
+def test_nothing_of_the_turn_in_which_a_block_fails_is_written() -> None:
+    # contract: D1
+    model = llama()
+    failed = Request([3, 1], "h = model.model.layers[1].mlp.output\nh[:] = 100\n1 / 0")
+    Engine(model).run(Request([5], None), failed, check=False)
+    assert isinstance(failed.error, ZeroDivisionError)
+    assert same(failed.logits, [plain(model, [3, 1]).logits[0][0]])
+    assert not failed.probe.edited
+
+
+def test_a_block_that_only_reads_beside_one_that_edits_is_not_taken_to_edit() -> None:
+    # contract: F3
+    edits, reads = "model.model.layers[1].mlp.output.zero_()", "value = model.model.layers[1].mlp.output.save()"
+    requests = [Request([3], edits), Request([4], reads), Request([5], edits), Request([6], reads)]
+    Engine(llama()).run(*requests)
+    assert [request.probe.edited for request in requests] == [True, False, True, False]

@@ -425,3 +425,14 @@ def test_a_block_told_of_its_mistake_can_still_have_the_logits_of_the_step(code:
     engine.run(request)
     assert request.saves["text"] == ("NeverRanError" if "head" in code else "OutOfOrderError")
     assert same(request.saves["logits"], plain(model, [3, 1, 4]).logits[0])
+
+
+def test_a_request_that_waits_and_sits_out_a_step_is_not_given_anothers_rows() -> None:
+    # contract: C2
+    model = odd()
+    waits = Request(
+        [3, 1, 4], "value = model.sometimes.output.save()", parts=[1, 2], pauses=frozenset({1})
+    )  # its first part has one row, for which the module does not run
+    other = Request([7, 7, 7], None, 2, joins=1)
+    Engine(model).run(waits, other)
+    assert same(waits.saves["value"], chain(model, [1, 4], "twice", "between", "twice", "sometimes"))

@@ -535,3 +535,25 @@ def test_the_harness_writes_no_code_of_ours_into_its_oracle() -> None:
     source = inspect.getsource(plain)
     assert "handoffs" not in source
     assert "Probe" not in source
+
+
+def test_a_module_called_from_one_block_is_no_visit_for_another() -> None:
+    # contract: C2
+    model = llama()
+    engine = Engine(model)
+    calls = Request(
+        [5, 9],
+        """
+        cache = tracer.cache("model.layers.2.mlp.up")
+        hidden, _ = model.model.layers[0].output
+        for attempt in range(3):
+            model.model.layers[2].mlp.up(hidden)
+        model.logits
+        visits = len(cache["model.layers.2.mlp.up"]).save()
+        """,
+    )
+    waits = Request([3, 1], "value = model.model.layers[2].mlp.up.output.save()")
+    engine.run(waits, calls)
+    path = "model.layers.2.mlp.up"
+    assert same(waits.saves["value"], plain(model, [3, 1], 1, (path,)).seen[0, path, "output"])
+    assert calls.saves["visits"] == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from endoscope.probing.rows import Copy, walk
+from endoscope.probing.rows import Copy
 
 if TYPE_CHECKING:
     from endoscope.probing.probe import Probe
@@ -32,15 +30,3 @@ class Cache:
     def values(self) -> dict[str, list[Any]]:
         """The kept outputs by module path, one for each visit, in order."""
         return {path: [copy.view(index)[0] for copy, index in visits] for path, visits in self.visits.items()}
-
-    def nbytes(self) -> int:
-        """Bytes of the rows that the cache keeps."""
-        total = 0
-
-        def count(tensor: torch.Tensor) -> None:
-            nonlocal total
-            total += tensor.nbytes
-
-        for values in self.values().values():
-            walk(values, count)
-        return total

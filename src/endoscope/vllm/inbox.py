@@ -27,6 +27,7 @@ class Arrival:
     Attributes:
         ended: the last message of each sequence, with the memory of its tensors.
         emitted: what blocks have sent home since that was last read.
+        refused: the first warning of its blocks that the caller's filters make an error.
         complete: whether every sequence has sent one.
     """
 
@@ -35,6 +36,7 @@ class Arrival:
         self.sequences = sequences
         self.ended: dict[int, tuple[Ended, list[Any]]] = {}
         self.emitted: list[Emitted] = []
+        self.refused: Warning | None = None
         self.wake: Callable[[], object] | None = None
 
     @property
@@ -102,7 +104,11 @@ class Inbox:
             case Printed():
                 _print(_mark(arrival, message.sequence), message)
             case Warned():
-                _warn(_mark(arrival, message.sequence), message)
+                try:
+                    _warn(_mark(arrival, message.sequence), message)
+                except Warning as error:
+                    # Whoever takes this in may wait for another request.
+                    arrival.refused = arrival.refused or error.with_traceback(None)
 
     def close(self) -> None:
         """Close the socket and remove its folder."""

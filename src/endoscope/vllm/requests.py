@@ -137,6 +137,7 @@ class Request:
                 self.error = put_together(ended.failure, find, lines)
         self.saves = merge(sequences)
         self.output.saves = self.saves
+        self.error = self.error or self.arrival.refused
         if self.error is not None:
             self.error.output = self.output  # type: ignore[attr-defined]
             self.error.request = self.output.request_id  # type: ignore[attr-defined]

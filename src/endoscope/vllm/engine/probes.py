@@ -13,7 +13,6 @@ from torch import nn
 
 from endoscope.errors import BlockError, PreemptionError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
-from endoscope.probing.rows import walk
 from endoscope.probing.saves import tensor_save
 from endoscope.probing.steps import caches_close
 from endoscope.tracing.failure import take_apart
@@ -295,14 +294,19 @@ def _unloadable(error: BaseException) -> BaseException:
 
 
 def _bytes(probe: Probe) -> int:
+    # A cache is among what is kept. What a user keeps may hold one tensor twice, or itself.
+    seen: set[int] = set()
+    values: list[Any] = [kept.value for kept in probe.kept]
     total = 0
-
-    def count(tensor: torch.Tensor) -> None:
-        nonlocal total
-        total += tensor.nbytes
-
-    for kept in probe.kept:
-        walk(kept.value, count)
-    for cache in probe.caches:
-        total += cache.nbytes()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            total += value.nbytes
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, (tuple, list)):
+            values += value
     return total
