@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +46,19 @@ FRESH = TorchState()
 """What a block starts with: no gradients, and tensors that count their versions."""
 
 
-@contextmanager
-def tracked() -> Iterator[None]:
-    """Tensors made in here have version counters, as those made in inference mode have not."""
-    with _InferenceMode(False):
+class tracked:
+    """``with tracked():`` makes tensors that have version counters, as those made in inference mode have not."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard: Any = _InferenceMode(False)
+        self._guard.__enter__()
         _set_grad_enabled(False)
-        yield
+
+    def __exit__(self, *error: Any) -> None:
+        # The guard also brings back whether gradients are on.
+        self._guard.__exit__(*error)
 
 
 def switch(state: TorchState, run: Any, *args: Any) -> TorchState:

@@ -38,6 +38,8 @@ class Wrappers:
         for station in stations.values():
             self.stations.setdefault(station.module, []).append(station)
         self.on: dict[nn.Module, Callable[..., Any] | None] = {}
+        self.wanted: set[Station] = set()
+        """The stations that have been asked for, and for which all is wrapped."""
         self.clock: int | None = None
         """Counts what modules do while a pass is recorded; otherwise ``None``."""
         self.recorded = False
@@ -47,13 +49,17 @@ class Wrappers:
 
     def want(self, station: Station) -> None:
         """Wrap the module and those that it is inside of: they may be entered before a block asks for them."""
+        if station in self.wanted:
+            return
+        self.wanted.add(station)
         for module in self._needed(station):
             if module not in self.on:
                 self._wrap(module)
 
     def keep(self, stations: Iterable[Station]) -> None:
         """Unwrap every module but these and those that they are inside of."""
-        needed = {module for station in stations for module in self._needed(station)}
+        self.wanted = set(stations)
+        needed = {module for station in self.wanted for module in self._needed(station)}
         for module in [module for module in self.on if module not in needed]:
             self._unwrap(module)
 
