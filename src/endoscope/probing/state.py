@@ -53,7 +53,7 @@ class tracked:
 
     def __enter__(self) -> None:
         self._guard: Any = _InferenceMode(False)
-        self._guard.__enter__()
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
         _set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
