@@ -26,7 +26,9 @@ def take_apart(error: BaseException, depth: int = 0) -> Failure:
     """
     try:
         bare = error.with_traceback(error.__traceback__)
-        pickled: bytes | None = dumps((type(bare), bare.args, _state(bare)))
+        # An OSError keeps the name of its file apart from its arguments.
+        args = OSError.__reduce__(bare)[1] if isinstance(bare, OSError) else bare.args
+        pickled: bytes | None = dumps((type(bare), args, _state(bare)))
     except SerializationError:
         pickled = None
     cause, context = error.__cause__, error.__context__
@@ -98,8 +100,10 @@ def _whole(failure: Failure, resolve: Callable[[tuple[str, ...]], Any]) -> BaseE
         if not issubclass(kind, Exception):
             return None
         both = joined(kind)
-        error: BaseException = both.__new__(both, *args)
-        error.args = args
+        # The user's own __init__ may take something else; the built-in one below it takes the arguments that it kept.
+        builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        error: BaseException = builtin.__new__(both, *args)
+        builtin.__init__(error, *args)
         for name, value in state.items():
             setattr(error, name, value)
     except Exception:  # whatever the user's class does, the failure itself must arrive

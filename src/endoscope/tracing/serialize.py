@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -125,6 +125,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 raise SerializationError("it is the module __main__, which is another one in the engine.")
             if sys.modules.get(value.__name__) is value:
                 return import_from, (value.__name__, folder_of(value))
+        elif kind is CodeType:
+            # cloudpickle leaves out the file, which the traceback of an error needs.
+            make, parts = self.dispatch_table[CodeType](value)
+            return make, tuple(value.co_filename if part == "<dynamic-code>" else part for part in parts)
         elif is_plain_tensor(value):
             return reduce_tensor(value)
         elif (reason := refusal(kind)) is not None:

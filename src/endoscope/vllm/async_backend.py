@@ -160,6 +160,9 @@ class _Queue:
 
     def put(self, item: Any) -> None:
         """Take an output, or the error that ends them."""
+        for completion in getattr(item, "outputs", ()):
+            # vLLM goes on to append to the list that it has put on the output.
+            completion.token_ids = list(completion.token_ids)
         self.channel.put(self.index, item)
 
 
