@@ -21,7 +21,7 @@ import cloudpickle
 from endoscope.errors import SerializationError
 from endoscope.tracing.origin import folder_of, import_from, is_users
 from endoscope.tracing.refuse import refusal
-from endoscope.tracing.tensors import Packer, is_plain_tensor, reduce_tensor, unpack
+from endoscope.tracing.tensors import Pack, Packer, is_plain_tensor, reduce_tensor
 
 _PROTOCOL = 5
 _NO_REFERENCES: Mapping[int, tuple[str, ...]] = MappingProxyType({})
@@ -88,11 +88,11 @@ def loads(
     """
     file = io.BytesIO(data)
     if buffers is None:
-        return _Unpickler(file, resolve, None, {}).load()
+        return _Unpickler(file, resolve, None, None).load()
     given = list(buffers)
     runs = pickle.load(file)
-    packed = unpack(runs, given[: len(runs)])
-    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given[len(runs) :]], packed).load()
+    pack = Pack(runs, given[: len(runs)])
+    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given[len(runs) :]], pack).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -109,7 +109,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.packer = None if buffers is None else Packer()
         self._by_value: set[str] = set()
 
-    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+    def persistent_id(self, value: object) -> tuple[str, ...] | int | None:
         if isinstance(value, Referenced):
             return value.reference()
         if self.packer is not None and (place := self.packer.take(value)) is not None:
@@ -152,15 +152,15 @@ class _Unpickler(pickle.Unpickler):
         file: io.BytesIO,
         resolve: Callable[[tuple[str, ...]], Any],
         buffers: list[bytearray] | None,
-        packed: dict[str, list[Any]],
+        pack: Pack | None,
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._resolve = resolve
-        self._packed = packed
+        self._pack = pack
 
-    def persistent_load(self, key: tuple[Any, ...]) -> Any:
-        if len(key) == 2 and isinstance(key[1], int):
-            return self._packed[key[0]][key[1]]
+    def persistent_load(self, key: Any) -> Any:
+        if isinstance(key, int) and self._pack is not None:
+            return self._pack[key]
         return self._resolve(key)
 
 

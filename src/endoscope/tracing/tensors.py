@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -78,6 +77,24 @@ Runs = list[tuple[str, list[tuple[tuple[int, ...], int]]]]
 """What a pack holds: for each buffer its dtype, and how many tensors of which shape follow each other in it."""
 
 
+class _Group:
+    """The packed tensors of one dtype, as runs of equal shapes."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.count = 0
+        self.runs: list[tuple[tuple[int, ...], list[Any]]] = []
+
+    def add(self, tensor: Any) -> int:
+        shape = tensor.shape
+        if not self.runs or self.runs[-1][0] != shape:
+            self.runs.append((shape, []))
+        self.runs[-1][1].append(tensor)
+        self.count += 1
+        return (self.count - 1) * len(_PACKABLE) + self.number
+
+
 class Packer:
     """Collects small tensors, of which a block may keep a thousand: they travel as one buffer for each dtype."""
 
@@ -85,57 +102,68 @@ class Packer:
         torch = self._torch = sys.modules.get("torch")
         self._kind = getattr(torch, "Tensor", None)
         self._strided = getattr(torch, "strided", None)
-        self._names = {getattr(torch, name): name for name in _PACKABLE} if self._kind is not None else {}
-        self._places: dict[int, tuple[str, int]] = {}
-        self._tensors: dict[str, list[Any]] = {}
+        self._groups = {}
+        if self._kind is not None:
+            self._groups = {getattr(torch, name): _Group(number, name) for number, name in enumerate(_PACKABLE)}
+        self._places: dict[int, int] = {}
 
-    def take(self, value: Any) -> tuple[str, int] | None:
+    def take(self, tensor: Any) -> int | None:
         """The place of a tensor in the pack, or ``None`` if it is to travel by itself."""
         # Asked for every object of a value, so the order of these questions is that of their cost.
-        if type(value) is not self._kind:
+        if type(tensor) is not self._kind:
             return None
-        place = self._places.get(id(value))
+        place = self._places.get(id(tensor))
         if place is not None:
             return place
-        dtype = self._names.get(value.dtype)
-        if dtype is None or not value.is_cpu or value.requires_grad or value.layout is not self._strided:
+        group = self._groups.get(tensor.dtype)
+        if group is None or not tensor.is_cpu or tensor.requires_grad or tensor.layout is not self._strided:
             return None
-        if value.nbytes > PACKED:
+        if tensor.nbytes > PACKED:
             return None
-        group = self._tensors.setdefault(dtype, [])
-        place = self._places[id(value)] = dtype, len(group)
-        group.append(value)
+        place = self._places[id(tensor)] = group.add(tensor)
         return place
 
     def close(self) -> tuple[Runs, list[PickleBuffer]]:
         """What was packed, and its memory."""
         runs: Runs = []
         buffers = []
-        for dtype, group in self._tensors.items():
-            assert self._torch is not None
-            flat = self._torch.cat([tensor.reshape(-1) for tensor in group])
-            buffers.append(PickleBuffer(flat.view(self._torch.uint8).numpy()))
-            shapes: list[tuple[tuple[int, ...], int]] = []
-            for shape, same in itertools.groupby(tensor.shape for tensor in group):
-                shapes.append((tuple(shape), sum(1 for _ in same)))
-            runs.append((dtype, shapes))
+        for group in self._groups.values():
+            if group.count:
+                assert self._torch is not None
+                parts = [self._torch.stack(tensors).reshape(-1) for _, tensors in group.runs]
+                flat = parts[0] if len(parts) == 1 else self._torch.cat(parts)
+                buffers.append(PickleBuffer(flat.view(self._torch.uint8).numpy()))
+                runs.append((group.name, [(tuple(shape), len(tensors)) for shape, tensors in group.runs]))
         return runs, buffers
 
 
-def unpack(runs: Runs, buffers: list[Any]) -> dict[str, list[Any]]:
-    """The tensors of a pack by dtype and place, each in memory of its own."""
-    if not runs:
-        return {}
+class Pack:
+    """The tensors of a pack where they have arrived, each in memory of its own.
+
+    Args:
+        runs: what it holds.
+        buffers: its memory.
+    """
+
+    def __init__(self, runs: Runs, buffers: list[Any]) -> None:
+        self._tensors: list[list[Any]] = [[] for _ in _PACKABLE]
+        for (name, shapes), buffer in zip(runs, buffers, strict=True):
+            self._tensors[_PACKABLE.index(name)] = _unpacked(name, shapes, buffer)
+
+    def __getitem__(self, place: int) -> Any:
+        index, number = divmod(place, len(_PACKABLE))
+        return self._tensors[number][index]
+
+
+def _unpacked(name: str, shapes: list[tuple[tuple[int, ...], int]], buffer: Any) -> list[Any]:
     torch = importlib.import_module("torch")
-    tensors: dict[str, list[Any]] = {}
-    for (dtype, shapes), buffer in zip(runs, buffers, strict=True):
-        kind = getattr(torch, dtype)
-        own = bytearray(buffer)
-        flat = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
-        made = tensors[dtype] = []
-        start = 0
-        for shape, count in shapes:
-            stop = start + count * math.prod(shape)
-            made.extend([each.clone() for each in flat[start:stop].view(count, *shape).unbind(0)])
-            start = stop
+    kind = getattr(torch, name)
+    own = bytearray(buffer)
+    flat = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
+    tensors: list[Any] = []
+    start = 0
+    for shape, count in shapes:
+        stop = start + count * math.prod(shape)
+        tensors.extend([each.clone() for each in flat[start:stop].view(count, *shape).unbind(0)])
+        start = stop
     return tensors

@@ -102,11 +102,16 @@ class SyncEngine:
                         by_external[output.request_id].output = output
                         left -= 1
                 self.inbox.drain()
-            for request in requests:
-                while not request.ready:
+            # In the order in which they come home, so that one is read here while the engine still packs the next.
+            away = list(requests)
+            while away:
+                home = [request for request in away if request.ready]
+                for request in home:
+                    request.label(request.output, resolve)
+                    request.collect(resolve)
+                away = [request for request in away if request not in home]
+                if away and not home:
                     self._wait()
-                request.label(request.output, resolve)
-                request.collect(resolve)
             if internals.in_process():
                 # The engine learns in its next step that the requests are over, and nobody else makes one.
                 self.llm.llm_engine.step()
