@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
-from endoscope.probing.probe import NOTHING, Probe
+from endoscope.probing.probe import NOTHING, Engine, Probe, set_streams
 from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
 from endoscope.probing.state import tracked
@@ -113,17 +113,21 @@ class Handoffs:
         while site.waiting:
             probes, site.waiting = site.waiting, []
             position = site.position
-            with tracked():
-                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
-                for index, probe in enumerate(probes):
-                    view, parts = copy.view(index)
-                    if position is not None:
-                        probe.position = position
-                    probe.fixed = copy.nobodys(parts)
-                    probe.turn(view)
-                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
-                        edit = edit or Edit(value, self.step)
-                        self._collect(probe, site, view, parts, edit)
+            engine = Engine.now()
+            try:
+                with tracked():
+                    copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
+                    for index, probe in enumerate(probes):
+                        view, parts = copy.view(index)
+                        if position is not None:
+                            probe.position = position
+                        probe.fixed = copy.nobodys(parts)
+                        probe.turn(view, engine=engine)
+                        if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
+                            edit = edit or Edit(value, self.step)
+                            self._collect(probe, site, view, parts, edit)
+            finally:
+                set_streams(engine.streams)
         return edit if edit is not None and edit.fresh else None
 
     def _layout(self, probes: list[Probe]) -> Layout:
@@ -135,7 +139,7 @@ class Handoffs:
             self._last_layout = list(probes), layout
         return layout
 
-    def _collect(self, probe: Probe, site: Site, view: Any, parts: list[torch.Tensor], edit: Edit) -> None:
+    def _collect(self, probe: Probe, site: Site, view: Any, parts: Sequence[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""
         try:
             # Matched anew: what was assigned may have been changed in place since.
@@ -170,11 +174,7 @@ class Handoffs:
         """
         if probe.finished:
             raise NeverRanError(f"{site.name} was asked for, but the request had ended after {_steps(probe.step)}")
-        if (
-            site.kind in ("resid_pre", "resid_post")
-            and (station := site.station) is not None
-            and station.stream is None
-        ):
+        if site.residual and (station := site.station) is not None and station.stream is None:
             raise SiteError(
                 f"{station.path or 'the model'} ({type(station.module).__name__}) is no decoder layer: only an "
                 f"element of the model's list of layers that takes hidden states has {site.kind}"

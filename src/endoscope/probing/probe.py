@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -162,11 +162,16 @@ class Probe(greenlet):
 
     # What runs on the model's side.
 
-    def turn(self, value: Any = None, throw: BaseException | None = None) -> None:
+    def turn(self, value: Any = None, throw: BaseException | None = None, engine: Engine | None = None) -> None:
         """Give the probe the turn, and take it back when it parks or ends.
 
         What the block prints and warns meanwhile goes to the relay, and what it changes of torch's
         modes and defaults is put aside until its next turn.
+
+        Args:
+            value: what the block has been waiting for.
+            throw: what is raised in the block instead.
+            engine: what the engine has of all that, if the caller has asked for it and brings it back itself.
         """
         current = getcurrent()
         if self.parent is not current:
@@ -179,18 +184,21 @@ class Probe(greenlet):
                 self.error = throw
             throw = GreenletExit()
         run, argument = (self.switch, value) if throw is None else (self.throw, throw)
+        streams, thread = engine or Engine.now()
         if self.relay is None:
-            self._state = state.switch(self._state, run, argument)
+            self._state = state.switch(self._state, thread, run, argument)
             return
-        engines = _streams()
-        # Which warnings are shown is for the caller's filters to say, not for the engine's.
-        every = [("always", None, Warning, None, 0)]
-        _set_streams(self._streams or (self.output, self.errors, self._warn, every, engines[-1]))
+        if self._streams is None:
+            # Which warnings are shown is for the caller's filters to say, not for the engine's.
+            every = [("always", None, Warning, None, 0)]
+            self._streams = self.output, self.errors, self._warn, every, streams[-1]
+        set_streams(self._streams)
         try:
-            self._state = state.switch(self._state, run, argument)
+            self._state = state.switch(self._state, thread, run, argument)
         finally:
             self._streams = _streams()
-            _set_streams(engines)
+            if engine is None:
+                set_streams(streams)
 
     def _warn(
         self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
@@ -263,7 +271,20 @@ def _streams() -> tuple[Any, ...]:
     return sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl  # type: ignore[attr-defined]
 
 
-def _set_streams(streams: tuple[Any, ...]) -> None:
+class Engine(NamedTuple):
+    """What the engine has while no block has the turn: where it prints and warns, and its torch state."""
+
+    streams: tuple[Any, ...]
+    thread: state.Own
+
+    @classmethod
+    def now(cls) -> Engine:
+        """As it is now."""
+        return cls(_streams(), state.own())
+
+
+def set_streams(streams: tuple[Any, ...]) -> None:
+    """Print and warn there."""
     sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl = streams  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,13 +133,14 @@ class Copy:
     Nothing of the engine's own tensors is kept.
     """
 
-    __slots__ = ("_flat", "_pieces", "bases", "count", "cuts", "value")
+    __slots__ = ("_flat", "_pieces", "_views", "bases", "count", "cuts", "value")
 
     def __init__(self, value: Any, layout: Layout) -> None:
         self.count = layout.count
         self.bases: list[torch.Tensor] = []
         self.cuts: list[Cuts | None] = []
         self._pieces: list[list[torch.Tensor]] | None = None
+        self._views: list[tuple[torch.Tensor, ...]] | None = None
         self._flat = type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value)
         for tensor in (value,) if isinstance(value, torch.Tensor) else value if self._flat else tensors(value):
             cuts = layout.of(tensor)
@@ -170,18 +171,20 @@ class Copy:
                     self._pieces.append([split[index] for index in cuts[3]])
         return self._pieces
 
-    def view(self, index: int) -> tuple[Any, list[torch.Tensor]]:
+    def view(self, index: int) -> tuple[Any, Sequence[torch.Tensor]]:
         """What request number ``index`` of the layout gets, and the tensors in it."""
-        parts = [pieces[index] for pieces in self._pieces or self.pieces()]
+        if self._views is None:
+            self._views = list(zip(*self.pieces(), strict=True)) if self.bases else [()] * self.count
+        parts = self._views[index]
+        if self._flat:
+            return parts, parts
         value = self.value
         if isinstance(value, torch.Tensor):
             return parts[0], parts
-        if self._flat:
-            return tuple(parts), parts
         piece = iter(parts)
         return walk(value, lambda tensor: next(piece)), parts
 
-    def nobodys(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def nobodys(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a request's parts that are not cut: their rows belong to no request."""
         if None not in self.cuts:
             return _NONE

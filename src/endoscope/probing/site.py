@@ -21,17 +21,20 @@ class Site:
     Attributes:
         name: the path below the model, such as ``model.layers.3.mlp.output``.
         kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``logits``, ``samples`` or ``step``.
+        residual: whether it is one of the residual stream.
         station: the module that has the site; ``None`` for the sites of the engine.
         waiting: the probes parked here, in the order in which they came.
     """
 
-    __slots__ = ("kind", "name", "station", "waiting")
+    __slots__ = ("_enters", "kind", "name", "residual", "station", "waiting")
 
     def __init__(self, name: str, kind: str, station: Station | None = None) -> None:
         self.name = name
         self.kind = kind
+        self.residual = kind in ("resid_pre", "resid_post")
         self.station = station
         self.waiting: list[Probe] = []
+        self._enters = kind in ("inputs", "resid_pre")
 
     def __repr__(self) -> str:
         return f"<Site {self.name}>"
@@ -44,7 +47,7 @@ class Site:
             return AFTER_THE_MODULES + (self.kind == "samples")
         if station.calls > 1:
             return None
-        return station.entered if self.kind in ("inputs", "resid_pre") else station.left
+        return station.entered if self._enters else station.left
 
 
 class Station:

@@ -61,18 +61,41 @@ class tracked:
         self._guard.__exit__(*error)
 
 
-def switch(state: TorchState, run: Any, *args: Any) -> TorchState:
+class Own(NamedTuple):
+    """What the thread itself has of all this, while no block has the turn."""
+
+    dtype: torch.dtype
+    autocast: tuple[tuple[bool, torch.dtype], ...] | None
+    cpu: torch.dtype
+    cuda: torch.dtype
+    modes: Modes | None
+
+
+def own() -> Own:
+    """The thread's own state, as it is now."""
+    return Own(
+        get_default_dtype(),
+        _autocast() if _is_any_autocast_enabled() else None,
+        # While autocast is off, what it would cast to still counts: the next autocast takes it as its default.
+        get_autocast_dtype("cpu"),
+        get_autocast_dtype("cuda"),
+        # Without a function mode there is no default device either.
+        _modes() if _len_torch_function_stack() else None,
+    )
+
+
+def switch(state: TorchState, thread: Own, run: Any, *args: Any) -> TorchState:
     """Call ``run(*args)`` with a block's state, then bring back the thread's own.
+
+    Args:
+        state: the block's.
+        thread: what :func:`own` found before the block's turn.
+        run: gives the block the turn.
 
     Returns:
         The block's state afterwards, to be given to the next call.
     """
-    dtype = get_default_dtype()
-    # While autocast is off, what it would cast to still counts: the next autocast takes it as its default.
-    autocast = _autocast() if _is_any_autocast_enabled() else None
-    cpu, cuda = get_autocast_dtype("cpu"), get_autocast_dtype("cuda")
-    # Without a function mode there is no default device either.
-    modes = _modes() if _len_torch_function_stack() else None
+    dtype, autocast, cpu, cuda, modes = thread
     # The guard also brings back whatever the block does to the gradient and inference modes.
     with _InferenceMode(state.inference):
         _set_grad_enabled(state.grad)
@@ -90,11 +113,11 @@ def switch(state: TorchState, run: Any, *args: Any) -> TorchState:
     found = get_default_dtype()
     found_modes = None
     if found_autocast is not None:
-        own = autocast or ((False, cpu), (False, cuda))
-        if found_autocast == own:
+        before = autocast or ((False, cpu), (False, cuda))
+        if found_autocast == before:
             found_autocast = None
         else:
-            _set_autocast(own)
+            _set_autocast(before)
     if modes is not None or _len_torch_function_stack():
         found_modes = _modes()
         if found_modes == (modes or Modes()):

@@ -37,7 +37,8 @@ class ModuleView(Referenced):
         Reading it waits until the module has run in this step. The value can be edited in place, or
         another assigned.
         """
-        return current_probe(self._station.output.name).take(self._station.output)
+        site = self._station.output
+        return current_probe(site.name).take(site)
 
     @output.setter
     def output(self, value: Any) -> None:
