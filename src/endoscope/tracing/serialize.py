@@ -21,7 +21,7 @@ import cloudpickle
 from endoscope.errors import SerializationError
 from endoscope.tracing.origin import folder_of, import_from, is_users
 from endoscope.tracing.refuse import refusal
-from endoscope.tracing.tensors import Pack, Packer, is_plain_tensor, reduce_tensor
+from endoscope.tracing.tensors import Packer, is_plain_tensor, reduce_tensor, unpack
 
 _PROTOCOL = 5
 _NO_REFERENCES: Mapping[int, tuple[str, ...]] = MappingProxyType({})
@@ -88,11 +88,10 @@ def loads(
     """
     file = io.BytesIO(data)
     if buffers is None:
-        return _Unpickler(file, resolve, None, None).load()
-    given = list(buffers)
-    runs = pickle.load(file)
-    pack = Pack(runs, given[: len(runs)])
-    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given[len(runs) :]], pack).load()
+        return _Unpickler(file, resolve, None, []).load()
+    given = iter(buffers)
+    packed = unpack(pickle.load(file), given)
+    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given], packed).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -152,16 +151,14 @@ class _Unpickler(pickle.Unpickler):
         file: io.BytesIO,
         resolve: Callable[[tuple[str, ...]], Any],
         buffers: list[bytearray] | None,
-        pack: Pack | None,
+        packed: list[Any],
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._resolve = resolve
-        self._pack = pack
+        self._packed = packed
 
     def persistent_load(self, key: Any) -> Any:
-        if isinstance(key, int) and self._pack is not None:
-            return self._pack[key]
-        return self._resolve(key)
+        return self._packed[key] if type(key) is int else self._resolve(key)
 
 
 class _ByValue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
 from typing import Any
 
@@ -73,26 +73,8 @@ PACKED = 1 << 16
 
 _PACKABLE = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
 
-Runs = list[tuple[str, list[tuple[tuple[int, ...], int]]]]
-"""What a pack holds: for each buffer its dtype, and how many tensors of which shape follow each other in it."""
-
-
-class _Group:
-    """The packed tensors of one dtype, as runs of equal shapes."""
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.count = 0
-        self.runs: list[tuple[tuple[int, ...], list[Any]]] = []
-
-    def add(self, tensor: Any) -> int:
-        shape = tensor.shape
-        if not self.runs or self.runs[-1][0] != shape:
-            self.runs.append((shape, []))
-        self.runs[-1][1].append(tensor)
-        self.count += 1
-        return (self.count - 1) * len(_PACKABLE) + self.number
+Run = tuple[str, tuple[int, ...], int]
+"""In a pack: the dtype and the shape of tensors that follow each other, and how many they are."""
 
 
 class Packer:
@@ -102,68 +84,65 @@ class Packer:
         torch = self._torch = sys.modules.get("torch")
         self._kind = getattr(torch, "Tensor", None)
         self._strided = getattr(torch, "strided", None)
-        self._groups = {}
-        if self._kind is not None:
-            self._groups = {getattr(torch, name): _Group(number, name) for number, name in enumerate(_PACKABLE)}
+        self._dtypes = () if self._kind is None else {getattr(torch, name) for name in _PACKABLE}
         self._places: dict[int, int] = {}
+        self._runs: list[tuple[Any, tuple[int, ...], list[Any]]] = []
 
     def take(self, tensor: Any) -> int | None:
-        """The place of a tensor in the pack, or ``None`` if it is to travel by itself."""
+        """The number of a tensor in the pack, or ``None`` if it is to travel by itself."""
         # Asked for every object of a value, so the order of these questions is that of their cost.
         if type(tensor) is not self._kind:
             return None
         place = self._places.get(id(tensor))
         if place is not None:
             return place
-        group = self._groups.get(tensor.dtype)
-        if group is None or not tensor.is_cpu or tensor.requires_grad or tensor.layout is not self._strided:
+        dtype = tensor.dtype
+        if dtype not in self._dtypes or not tensor.is_cpu or tensor.requires_grad:
             return None
-        if tensor.nbytes > PACKED:
+        if tensor.layout is not self._strided or tensor.nbytes > PACKED:
             return None
-        place = self._places[id(tensor)] = group.add(tensor)
+        shape = tensor.shape
+        if not self._runs or self._runs[-1][0] is not dtype or self._runs[-1][1] != shape:
+            self._runs.append((dtype, shape, []))
+        self._runs[-1][2].append(tensor)
+        place = self._places[id(tensor)] = len(self._places)
         return place
 
-    def close(self) -> tuple[Runs, list[PickleBuffer]]:
-        """What was packed, and its memory."""
-        runs: Runs = []
+    def close(self) -> tuple[list[Run], list[PickleBuffer]]:
+        """What was packed, in order, and its memory: a buffer for each dtype, in the order in which they appear."""
+        flat: dict[Any, list[Any]] = {}
+        runs: list[Run] = []
+        for dtype, shape, tensors in self._runs:
+            assert self._torch is not None
+            flat.setdefault(dtype, []).append(self._torch.stack(tensors).reshape(-1))
+            runs.append((str(dtype).removeprefix("torch."), tuple(shape), len(tensors)))
         buffers = []
-        for group in self._groups.values():
-            if group.count:
-                assert self._torch is not None
-                parts = [self._torch.stack(tensors).reshape(-1) for _, tensors in group.runs]
-                flat = parts[0] if len(parts) == 1 else self._torch.cat(parts)
-                buffers.append(PickleBuffer(flat.view(self._torch.uint8).numpy()))
-                runs.append((group.name, [(tuple(shape), len(tensors)) for shape, tensors in group.runs]))
+        for parts in flat.values():
+            assert self._torch is not None
+            whole = parts[0] if len(parts) == 1 else self._torch.cat(parts)
+            buffers.append(PickleBuffer(whole.view(self._torch.uint8).numpy()))
         return runs, buffers
 
 
-class Pack:
-    """The tensors of a pack where they have arrived, each in memory of its own.
+def unpack(runs: list[Run], buffers: Iterator[Any]) -> list[Any]:
+    """The tensors of a pack in order, each in memory of its own.
 
     Args:
         runs: what it holds.
-        buffers: its memory.
+        buffers: yields its memory, one buffer for each dtype.
     """
-
-    def __init__(self, runs: Runs, buffers: list[Any]) -> None:
-        self._tensors: list[list[Any]] = [[] for _ in _PACKABLE]
-        for (name, shapes), buffer in zip(runs, buffers, strict=True):
-            self._tensors[_PACKABLE.index(name)] = _unpacked(name, shapes, buffer)
-
-    def __getitem__(self, place: int) -> Any:
-        index, number = divmod(place, len(_PACKABLE))
-        return self._tensors[number][index]
-
-
-def _unpacked(name: str, shapes: list[tuple[tuple[int, ...], int]], buffer: Any) -> list[Any]:
+    if not runs:
+        return []
     torch = importlib.import_module("torch")
-    kind = getattr(torch, name)
-    own = bytearray(buffer)
-    flat = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
+    flat: dict[str, Any] = {}
+    used: dict[str, int] = {}
     tensors: list[Any] = []
-    start = 0
-    for shape, count in shapes:
-        stop = start + count * math.prod(shape)
-        tensors.extend([each.clone() for each in flat[start:stop].view(count, *shape).unbind(0)])
-        start = stop
+    for name, shape, count in runs:
+        if name not in flat:
+            own = bytearray(next(buffers))
+            kind = getattr(torch, name)
+            flat[name] = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
+        start = used.get(name, 0)
+        stop = used[name] = start + count * math.prod(shape)
+        tensors.extend(torch.unbind_copy(flat[name][start:stop].view(count, *shape), 0))
     return tensors
