@@ -57,7 +57,7 @@ class Probe(greenlet):
         request: str = "",
         relay: Callable[[str, Any], None] | None = None,
     ) -> None:
-        super().__init__(self._block)
+        super().__init__(self._deep)
         self.code = code
         self.namespace = namespace
         self.outside: dict[str, Any] = {}
@@ -97,7 +97,10 @@ class Probe(greenlet):
 
     # What runs in the probe's own greenlet.
 
-    def _block(self, _: Any = None) -> None:
+    def _deep(self, _: Any = None) -> None:
+        _deepened(self)
+
+    def _block(self) -> None:
         namespace = self.namespace
         namespace["__builtins__"] = __builtins__
         namespace["__endoscope_save__"] = save_method
@@ -264,6 +267,25 @@ class Probe(greenlet):
                 error.__traceback__ = None
                 errors += [error.__cause__, error.__context__]
         self.value = self.shown = self.replacement = self.site = self.last = None
+
+
+def _deepened_block() -> Callable[[Probe], None]:
+    """Runs a probe's block below more C frames than torch looks at when it makes an error.
+
+    A C++ error of torch takes down the 64 innermost return addresses of the stack. Behind the first frame of a
+    greenlet there is whatever the model's side has on the stack by then, and to follow that as if it were frames can
+    end the process. A staticmethod that is called costs one small C frame and nothing else.
+    """
+    run: Any = Probe._block
+    for _ in range(BACKTRACE + 6):
+        run = staticmethod(run)
+    return run  # type: ignore[no-any-return]
+
+
+BACKTRACE = 64
+"""How many frames ``c10::get_lazy_backtrace`` takes."""
+
+_deepened = _deepened_block()
 
 
 def _streams() -> tuple[Any, ...]:
