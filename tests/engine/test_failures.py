@@ -397,3 +397,21 @@ async def test_stream_a_warning_that_the_caller_makes_an_error(async_model: Any,
             output = result.output
         assert tokens_of(output) == run.tokens
         assert set(output.saves) == {"logits"}
+
+
+@pytest.mark.parametrize("site", ["layer", "logits", "samples", "later"])
+def test_an_error_that_torch_raises_in_cpp_does_not_end_the_engine(model: Any, site: str) -> None:  # contract: D1
+    for repeat in range(5):
+        with pytest.raises(RuntimeError, match="size of tensor") as caught:
+            with model.trace(PROMPTS[repeat % len(PROMPTS)], max_tokens=4, **GREEDY) as tracer:
+                if site == "layer":
+                    value = model.model.layers[1].mlp.output
+                elif site == "logits":
+                    value = model.logits
+                elif site == "samples":
+                    value = model.samples
+                else:
+                    for step in tracer.iter[1:2]:
+                        value = model.model.layers[2].output[0]
+                torch.zeros(2) + torch.zeros(3)
+        assert isinstance(caught.value, BlockError)

@@ -437,3 +437,19 @@ def test_a_filter_of_warnings_stays_in_its_block() -> None:
     assert [content[0] for _, content in shown.printed] == ["from a block"]
     assert hidden.printed == []
     assert [content[0] for _, content in again.printed] == ["from a block"]
+
+
+def test_the_stack_of_a_block_is_deeper_than_torch_looks() -> None:  # contract: D1
+    # What lies behind a greenlet's first frame is not to be read as frames.
+    block = """
+import ctypes
+libc = ctypes.CDLL(None)
+taken = (ctypes.c_void_p * 65)()
+first = libc.backtrace(taken, 65).save()
+model.model.layers[2].mlp.output
+second = libc.backtrace(taken, 65).save()
+model.logits
+third = libc.backtrace(taken, 65).save()
+"""
+    saves = run(llama(), block)
+    assert (saves["first"], saves["second"], saves["third"]) == (65, 65, 65)
