@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tracing_support import FakeBackend, NoBackend, trace
 
-from endoscope.errors import EngineClosedError, PromptError, UnsupportedError, UsageError
+from endoscope.errors import EngineClosedError, PromptError, SerializationError, UnsupportedError, UsageError
 from endoscope.tracing import Backend, Invoke, Tracer
 
 
@@ -143,7 +143,16 @@ def test_references_travel_as_keys() -> None:
     with Tracer(backend, "p", {}, lambda: {id(model): ("model",)}) as tracer:
         got = (model, tracer)
     assert got == (engine_model, tracer)
-    assert Invoke(tracer, "p", {}).reference() == tracer.reference() == ("tracer",)
+    assert Invoke(tracer, "p", {}).reference() == trace("p").reference() == ("tracer",)
+
+
+def test_the_tracer_of_a_trace_that_has_ended_does_not_stand_for_another() -> None:
+    with trace("p") as old:
+        x = 1
+    with pytest.raises(SerializationError, match="the tracer of another trace") as caught:
+        with trace("p"):
+            y = old.result
+    assert "'old'" in str(caught.value)
 
 
 def test_a_backend_without_a_call_says_so() -> None:

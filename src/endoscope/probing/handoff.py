@@ -39,6 +39,10 @@ class Handoffs:
         self.next_step = Site("the next step", "step")
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
+        self.stateful: set[Station] = set()
+        """Modules that a block must not call, since they keep something between calls."""
+        self.running = False
+        """Whether modules run in the current step, rather than what comes behind them."""
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
     def begin(self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int) -> None:
@@ -54,6 +58,7 @@ class Handoffs:
         self._last_layout = [], self._last_layout[1]
         pairs = tuple(probes)
         self.probes = tuple(probe for probe, _, _ in pairs)
+        self.running = True
         for probe, span, samples in pairs:
             probe.span = span
             probe.samples = samples
@@ -101,6 +106,7 @@ class Handoffs:
 
     def _forward_ends(self) -> None:
         """No module runs any more in this step: who waits for one gets an error, and may go on to the logits."""
+        self.running = False
         if self.wrappers.clock is not None:
             self.wrappers.recording_ends()
         for probe in self.probes:
@@ -144,6 +150,7 @@ class Handoffs:
         try:
             # Matched anew: what was assigned may have been changed in place since.
             rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
+            site.check(rows)
             pairs = enumerate(zip(parts, rows, strict=True))
             edit.write(probe.span, [(index, new) for index, (part, new) in pairs if new is not part or part._version])
             probe.edited = True
@@ -246,7 +253,8 @@ class Handoffs:
                     output = (self._stream(station.resid_post, output[0], None)[0], *output[1:])
                 else:
                     output = self._stream(station.resid_post, output, None)[0]
-        caches = [cache for cache in station.caches if cache.probe.in_step]
+        # Behind the logits, modules run for single requests (logits of prompts, say) and not for the step.
+        caches = [cache for cache in station.caches if cache.probe.in_step and self.running]
         if caches:
             # One block may have several caches.
             probes = sorted({cache.probe for cache in caches}, key=_row)

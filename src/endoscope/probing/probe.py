@@ -147,6 +147,7 @@ class Probe(greenlet):
         self.take(site)
         shown = self.shown
         rows = matched(site.name, shown, value)
+        site.check(rows)
         for new, old in zip(rows, tensors(shown), strict=True):
             if new is not old and any(old is part for part in self.fixed):
                 raise ReplacementError(f"{site.name}: {NOBODYS.format(tuple(old.shape))}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+
+from endoscope.errors import ReplacementError
 
 if TYPE_CHECKING:
     from endoscope.probing.cache import Cache
@@ -21,12 +25,13 @@ class Site:
     Attributes:
         name: the path below the model, such as ``model.layers.3.mlp.output``.
         kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``logits``, ``samples`` or ``step``.
+        limit: what its whole numbers have to stay below, as indices have to; ``None`` where anything goes.
         residual: whether it is one of the residual stream.
         station: the module that has the site; ``None`` for the sites of the engine.
         waiting: the probes parked here, in the order in which they came.
     """
 
-    __slots__ = ("_enters", "kind", "name", "residual", "station", "waiting")
+    __slots__ = ("_enters", "kind", "limit", "name", "residual", "station", "waiting")
 
     def __init__(self, name: str, kind: str, station: Station | None = None) -> None:
         self.name = name
@@ -34,7 +39,25 @@ class Site:
         self.residual = kind in ("resid_pre", "resid_post")
         self.station = station
         self.waiting: list[Probe] = []
+        self.limit = (
+            getattr(station.module, "num_embeddings", None) if station is not None and kind == "inputs" else None
+        )
         self._enters = kind in ("inputs", "resid_pre")
+
+    def check(self, rows: Sequence[torch.Tensor]) -> None:
+        """Refuse indices that would be out of range.
+
+        Raises:
+            ReplacementError: if a whole number is not one of ``range(limit)``.
+        """
+        if self.limit is None:
+            return
+        for each in rows:
+            if each.numel() and not each.is_floating_point() and not each.is_complex():
+                low, high = int(each.min()), int(each.max())
+                if low < 0 or high >= self.limit:
+                    wrong = low if low < 0 else high
+                    raise ReplacementError(f"{self.name} takes numbers from 0 to {self.limit - 1}, not {wrong}")
 
     def __repr__(self) -> str:
         return f"<Site {self.name}>"

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from endoscope.errors import UnknownModuleError
+from endoscope.errors import SiteError, UnknownModuleError
 from endoscope.probing.handoff import Handoffs
 from endoscope.probing.probe import current_probe
 from endoscope.probing.site import Station
@@ -128,7 +128,7 @@ class ModuleView(Referenced):
             raise UnknownModuleError(unknown(self._handoffs, self._station, name)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or isinstance(getattr(type(self), name, None), property):
+        if name in ("_handoffs", "_station", "_tokenizer") or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
             return
         raise UnknownModuleError(
@@ -147,6 +147,9 @@ class ModuleView(Referenced):
                 f"{self._station.path or 'the model'}[{index}] was asked for, but it has {len(children)} modules"
             ) from None
 
+    def __bool__(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return len(self._station.module)  # type: ignore[arg-type]
 
@@ -154,6 +157,12 @@ class ModuleView(Referenced):
         return iter(self._children())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._station in self._handoffs.stateful:
+            raise SiteError(
+                f"{self._station.path or 'the model'} ({type(self._station.module).__name__}) cannot be called in a "
+                f"block: it holds attention, which would read and write the keys and values of the requests of this "
+                f"step. Modules without it can be, such as norms, projections and MLPs"
+            )
         return self._station.module(*map(module_of, args), **{name: module_of(arg) for name, arg in kwargs.items()})
 
     def __repr__(self) -> str:

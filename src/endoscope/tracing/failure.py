@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -35,10 +36,10 @@ def take_apart(error: BaseException, depth: int = 0) -> Failure:
     return Failure(
         module=type(error).__module__,
         name=type(error).__qualname__,
-        message=_text(error),
+        message=clean_text(_text(error)),
         pickled=pickled,
         frames=_frames(error.__traceback__),
-        notes=tuple(str(note) for note in getattr(error, "__notes__", ())),
+        notes=tuple(clean_text(str(note)) for note in getattr(error, "__notes__", ())),
         cause=take_apart(cause, depth + 1) if cause is not None and depth < 8 else None,
         context=take_apart(context, depth + 1) if context is not None and cause is None and depth < 8 else None,
         suppress=error.__suppress_context__,
@@ -47,6 +48,11 @@ def take_apart(error: BaseException, depth: int = 0) -> Failure:
 
 def _state(error: BaseException) -> dict[str, Any]:
     return {name: value for name, value in vars(error).items() if not name.startswith("__")}
+
+
+def clean_text(text: str) -> str:
+    """The text as it can be sent: half a surrogate pair, as in the name of an odd file, is written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:
@@ -61,7 +67,7 @@ def _frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if not code.co_filename.startswith(_HERE):
-            frames.append(Frame(code.co_filename, traceback.tb_lineno, code.co_qualname))
+            frames.append(Frame(clean_text(code.co_filename), traceback.tb_lineno, clean_text(code.co_qualname)))
         traceback = traceback.tb_next
     starts = [index for index, frame in enumerate(frames) if frame.name == "<block>"]
     return tuple(frames[starts[0] :] if starts else frames)
@@ -99,6 +105,9 @@ def _whole(failure: Failure, resolve: Callable[[tuple[str, ...]], Any]) -> BaseE
         # One that is not an Exception (SystemExit, say) would end the caller's program, not the trace.
         if not issubclass(kind, Exception):
             return None
+        # These two mean something to whatever iterates, and cannot leave a coroutine.
+        if issubclass(kind, (StopIteration, StopAsyncIteration)):
+            return None
         both = joined(kind)
         # The user's own __init__ may take something else; the built-in one below it takes the arguments that it kept.
         builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
@@ -106,17 +115,24 @@ def _whole(failure: Failure, resolve: Callable[[tuple[str, ...]], Any]) -> BaseE
         builtin.__init__(error, *args)
         for name, value in state.items():
             setattr(error, name, value)
+        if _text(error) != failure.message:
+            # The class keeps something for its message that its arguments do not give back, or that is other here.
+            error.__class__ = _saying(both, failure.message)
     except Exception:  # whatever the user's class does, the failure itself must arrive
-        return None
-    if str(error) != failure.message:
-        # The class keeps something for its message that its arguments do not give back.
         return None
     return error
 
 
+def _saying(kind: type[Exception], message: str) -> type[Exception]:
+    told: type[Exception] = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__doc__": kind.__doc__})
+    told.__module__, told.__qualname__ = kind.__module__, kind.__qualname__
+    return told
+
+
 def _plain(failure: Failure) -> BaseException:
     builtin = getattr(sys.modules["builtins"], failure.name, None) if failure.module == "builtins" else None
-    if isinstance(builtin, type) and issubclass(builtin, Exception):
+    stops = (StopIteration, StopAsyncIteration)
+    if isinstance(builtin, type) and issubclass(builtin, Exception) and not issubclass(builtin, stops):
         try:
             both: type[BaseException] = joined(builtin)
             error: BaseException = both.__new__(both, failure.message)
@@ -128,7 +144,7 @@ def _plain(failure: Failure) -> BaseException:
     return BlockError(f"{name}: {failure.message}")
 
 
-_joined: dict[type[Exception], type[Exception]] = {}
+_joined: weakref.WeakKeyDictionary[type[Exception], type[Exception]] = weakref.WeakKeyDictionary()
 
 
 def joined(kind: type[Exception]) -> type[Exception]:

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 from endoscope.errors import SerializationError
+from endoscope.tracing.classes import Classes
 from endoscope.tracing.origin import folder_of, import_from, is_users
 from endoscope.tracing.refuse import refusal
 from endoscope.tracing.tensors import Packer, is_plain_tensor, reduce_tensor, unpack
@@ -63,7 +64,7 @@ def dumps(
         runs, packed = pickler.packer.close()
     except SerializationError:
         raise
-    except Exception as error:  # any object may raise anything of its own when it is pickled
+    except (Exception, SystemExit) as error:  # any object may raise anything of its own when it is pickled
         raise SerializationError(f"pickle says: {error}.") from error
     finally:
         pickler.release()
@@ -75,6 +76,7 @@ def loads(
     data: bytes | bytearray | memoryview,
     resolve: Callable[[tuple[str, ...]], Any],
     buffers: Iterable[Any] | None = None,
+    own_classes: bool = False,
 ) -> Any:
     """Make the value again that :func:`dumps` serialized.
 
@@ -85,13 +87,15 @@ def loads(
         resolve: returns the object that a key stands for.
         buffers: the buffers that ``dumps`` collected, as anything that offers its bytes. They are copied, so that
             the tensors and arrays are writable and own their memory.
+        own_classes: whether a class that travelled by value is made anew, apart from that of any other call. Otherwise
+            a class that this process has sent away is the same class again, as it is by now.
     """
     file = io.BytesIO(data)
     if buffers is None:
-        return _Unpickler(file, resolve, None, []).load()
+        return _Unpickler(file, resolve, None, [], own_classes).load()
     given = iter(buffers)
     packed = unpack(pickle.load(file), given)
-    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given], packed).load()
+    return _Unpickler(file, resolve, [bytearray(buffer) for buffer in given], packed, own_classes).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -152,10 +156,16 @@ class _Unpickler(pickle.Unpickler):
         resolve: Callable[[tuple[str, ...]], Any],
         buffers: list[bytearray] | None,
         packed: list[Any],
+        own_classes: bool,
     ) -> None:
         super().__init__(file, buffers=buffers)
+        self._classes = Classes(own_classes)
         self._resolve = resolve
         self._packed = packed
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._classes.around(found) if module == "cloudpickle.cloudpickle" else found
 
     def persistent_load(self, key: Any) -> Any:
         return self._packed[key] if type(key) is int else self._resolve(key)

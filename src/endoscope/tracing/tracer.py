@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from endoscope.errors import UnsupportedError, UsageError
+from endoscope.errors import SerializationError, UnsupportedError, UsageError
 from endoscope.tracing.backend import Backend
 from endoscope.tracing.block import Block
 from endoscope.tracing.capture import Capture
@@ -109,7 +109,16 @@ class Tracer(Referenced):
         self._current: Invoke | None = None
 
     def reference(self) -> tuple[str, ...]:
-        """Return the key under which a block finds its own tracer in the engine."""
+        """Return the key under which a block finds its own tracer in the engine.
+
+        Raises:
+            SerializationError: if the trace has ended: a block has a tracer of its own.
+        """
+        if self._state == "done":
+            raise SerializationError(
+                f"it is the tracer of another trace, the one at {self._where()}, which has ended. Take what you need "
+                "of it (tracer.result, tracer.saves) before the with."
+            )
         return ("tracer",)
 
     @property

@@ -179,15 +179,20 @@ class OutputStream:
         self._resolve = resolve
         self._open = {request.index: request for request in requests}
         self._errors: list[BaseException] = []
+        self._waiting = False
         self.tracer: Callable[[], Tracer | None] = _nobody
         self._channel = channel = _Channel(engine.loop)
         self._started: list[asyncio.Task[None]] = []
         for request in requests:
             if request.arrival is not None:
                 request.arrival.wake = channel.wake
-            request.register(engine.llm, _Queue(channel, request.index))
-            for child in request.children:
-                self._start(internals.send(engine.llm, child))
+            try:
+                request.register(engine.llm, _Queue(channel, request.index))
+                for child in request.children:
+                    self._start(internals.send(engine.llm, child))
+            except BaseException:
+                self._release()
+                raise
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> None:
         task = started(sending, self._engine.loop)
@@ -198,6 +203,9 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> Any:
+        if self._waiting:
+            raise UsageError("the stream is already being waited for: one task at a time can iterate over it")
+        self._waiting = True
         try:
             return await self._next()
         except StopAsyncIteration:
@@ -208,6 +216,8 @@ class OutputStream:
             self._release()
             error.__traceback__ = trace
             raise
+        finally:
+            self._waiting = False
 
     async def _next(self) -> Any:
         channel = self._channel
@@ -226,6 +236,7 @@ class OutputStream:
                     if internals.dead(self._engine.llm):
                         raise internals.dead_error()
                     await channel.changed(timeout=0.5)
+                    self._engine.inbox.drain()
                 channel.items.popleft()
                 del self._open[index]
                 request.output = request.label(output, self._resolve)

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+import msgspec
+
 from endoscope.errors import EngineArgumentError, ModelNotFoundError, UnsupportedError, VersionError
 
 SUPPORTED = ("0.32",)
@@ -191,11 +193,23 @@ def load_tokenizer(model: str, options: Mapping[str, Any]) -> Any:
     )
 
 
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as one of Python's."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
 @functools.cache
 def _sampling_class() -> Any:
     from vllm import SamplingParams
 
     return SamplingParams
+
+
+@functools.cache
+def _wire() -> tuple[Any, Any]:
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    return MsgpackEncoder(), MsgpackDecoder(_sampling_class())
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:
@@ -215,7 +229,10 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
                 raise TypeError(f"Unexpected keyword argument '{name}'")
             setattr(params, name, value)
     else:
-        params = _sampling_class()(**sampling)
+        params = _sampling_class()(**{name: _plain(value) for name, value in sampling.items()})
+    # What the engine could not read would end it, so it is read here first.
+    encoder, decoder = _wire()
+    decoder.decode(encoder.encode(params))
     # The object is this request's own, so vLLM need not copy it once more.
     params.skip_clone = True
     return params
@@ -246,7 +263,7 @@ def refusals() -> tuple[type[Exception], ...]:
     """What vLLM raises for a prompt or parameters that it does not take."""
     from vllm.exceptions import VLLMValidationError
 
-    return TypeError, ValueError, VLLMValidationError
+    return TypeError, ValueError, VLLMValidationError, OverflowError, msgspec.MsgspecError
 
 
 def sampling_names() -> list[str]:
@@ -405,6 +422,18 @@ def reports(worker: Any) -> bool:
 def runner_model(runner: Any) -> Any:
     """The loaded model."""
     return runner.get_model()
+
+
+def keeps_state(module: Any) -> bool:
+    """Whether the module holds a layer that keeps keys and values, or another state, for the requests."""
+    return any(hasattr(one, "kv_cache") for one in module.modules())
+
+
+def vocabulary(model: Any) -> int | None:
+    """How many tokens there are."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None)
 
 
 def runner_tokenizer(runner: Any) -> Any:

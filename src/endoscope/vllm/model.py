@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from endoscope.errors import (
+    BlockError,
     EngineClosedError,
     EngineError,
     ModeError,
     ModelNotFoundError,
     SecondEngineError,
+    SerializationError,
     UnknownModuleError,
     UsageError,
 )
@@ -38,7 +41,12 @@ class ModuleReference(Referenced):
         model._check_path(path)
 
     def reference(self) -> tuple[str, ...]:
-        """The module travels as its path."""
+        """The module travels as its path.
+
+        Raises:
+            SerializationError: if another model is being traced.
+        """
+        _check_traced(self._model)
         return ("module", self._path)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +68,9 @@ class ModuleReference(Referenced):
 
     def __iter__(self) -> Iterator[ModuleReference]:
         return iter([ModuleReference(self._model, path) for path in self._model._children(self._path)])
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         return len(self._model._children(self._path))
@@ -111,6 +122,7 @@ class VLLM(Referenced):
         self._engine: SyncEngine | AsyncEngine | None = None
         self._finalizer: Any = None
         self._closed = False
+        self._lock = threading.RLock()
         self._loaded_tokenizer: Any = None
         self._modules: dict[str, str] | None = None
         _check_directory(self._name)
@@ -174,12 +186,13 @@ class VLLM(Referenced):
 
     def start(self) -> VLLM:
         """Start the engine now instead of with the first trace; returns the model."""
-        if self._closed:
-            raise EngineClosedError(f"{self!r} was closed; build another VLLM for more traces")
-        if self._engine is None:
-            # No name for the engine here: vLLM's modules keep the frames of their import, and with them their names.
-            self._engine = self._start()
-            self._finalizer = weakref.finalize(self, self._engine.close)
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError(f"{self!r} was closed; build another VLLM for more traces")
+            if self._engine is None:
+                # No name for the engine here: vLLM's modules keep the frames of their import, and so their names.
+                self._engine = self._start()
+                self._finalizer = weakref.finalize(self, self._engine.close)
         return self
 
     def _start(self) -> SyncEngine | AsyncEngine:
@@ -250,7 +263,12 @@ class VLLM(Referenced):
     # What blocks refer to.
 
     def reference(self) -> tuple[str, ...]:
-        """The model travels as a reference to the engine's own."""
+        """The model travels as a reference to the engine's own.
+
+        Raises:
+            SerializationError: if another model is being traced.
+        """
+        _check_traced(self)
         return ("model",)
 
     def resolve(self, key: tuple[str, ...]) -> Any:
@@ -262,9 +280,11 @@ class VLLM(Referenced):
                 return ModuleReference(self, path)
             case ("tokenizer",):
                 return self.tokenizer
-        return key[0]
+        raise BlockError(f"a block saved its {key[0]}, which means nothing outside of it")
 
     def _references(self) -> Mapping[int, tuple[str, ...]]:
+        # Asked just before a block of a trace of this model is read, on the same thread.
+        _traced.model = self
         known = self._loaded_tokenizer
         return {} if known is None else {id(known): ("tokenizer",)}
 
@@ -340,6 +360,16 @@ class VLLM(Referenced):
             if path:
                 lines.append("  " * (path.count(".") + 1) + f"{path.rpartition('.')[2]}: {kind}")
         return "\n".join(lines)
+
+
+_traced = threading.local()
+"""``model``: the model whose block is being read on this thread."""
+
+
+def _check_traced(model: VLLM) -> None:
+    traced = getattr(_traced, "model", model)
+    if traced is not model:
+        raise SerializationError(f"it belongs to {model!r}, and this is a trace of {traced!r}.")
 
 
 _in_process: Any = None

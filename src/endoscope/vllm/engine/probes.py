@@ -15,9 +15,10 @@ from endoscope.errors import BlockError, PreemptionError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
 from endoscope.probing.saves import tensor_save
 from endoscope.probing.steps import caches_close
-from endoscope.tracing.failure import take_apart
+from endoscope.tracing.failure import clean_text, take_apart
 from endoscope.tracing.messages import Emitted, Ended, Printed, Submission, Warned, decode_submission
 from endoscope.tracing.serialize import dumps, loads
+from endoscope.vllm import internals
 from endoscope.vllm.engine.outbox import Outbox
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class EngineProbes:
 
     def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True) -> None:
         self.handoffs = Handoffs(model)
+        self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
+        self.handoffs.samples.limit = internals.vocabulary(model)
         self.model = ModelView(self.handoffs, tokenizer)
         self.tracer = BlockTracer(self.handoffs)
         self.tokenizer = tokenizer
@@ -92,7 +95,7 @@ class EngineProbes:
         probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
         self.traced[request] = Traced(submission, sequence, probe)
         try:
-            namespace.update(loads(submission.values, self.resolve))
+            namespace.update(loads(submission.values, self.resolve, own_classes=True))
             probe.code = submission.code.compile()
         except BaseException as error:
             probe.error = _unloadable(error)
@@ -232,12 +235,12 @@ class EngineProbes:
         error = probe.error
         try:
             saves = dumps(probe.saves(), buffers=buffers)
-        except Exception as failure:
+        except BaseException as failure:  # an object may raise anything when it is pickled
             saves, buffers, unsent = self._those_that_travel(probe.saves())
             error = error or BlockError(f"{unsent} was saved but cannot be sent home: {failure}")
         try:
             failed = None if error is None else take_apart(error)
-        except Exception as failure:
+        except BaseException as failure:
             failed = take_apart(BlockError(f"{type(error).__name__}, which cannot be sent home: {failure}"))
         message = Ended(traced.submission.key, traced.sequence, saves, failed)
         self.outbox.send(traced.submission.home, message, buffers)
@@ -250,7 +253,7 @@ class EngineProbes:
             try:
                 dumps(value)
                 good[name] = value
-            except Exception:
+            except BaseException:
                 bad.append(f"{name} ({type(value).__name__})")
         buffers: list[PickleBuffer] = []
         return dumps(good, buffers=buffers), buffers, ", ".join(bad)
@@ -262,12 +265,14 @@ class EngineProbes:
         def relay(stream: str, content: Any) -> None:
             if stream == "warning":
                 text, category, filename, line = content
-                outbox.send(home, Warned(key, sequence, text, category.__name__, filename, line))
+                outbox.send(
+                    home, Warned(key, sequence, clean_text(text), category.__name__, clean_text(filename), line)
+                )
             elif stream == "emit":
                 # Copied at once: the block may go on to change what it has emitted.
                 outbox.send(home, Emitted(key, sequence, dumps(content)))
             else:
-                outbox.send(home, Printed(key, sequence, stream, content))
+                outbox.send(home, Printed(key, sequence, stream, clean_text(content)))
 
         return relay
 
