@@ -119,7 +119,8 @@ class Handoffs:
         while site.waiting:
             probes, site.waiting = site.waiting, []
             position = site.position
-            engine = Engine.now()
+            guards: list[Any] = []
+            engine = Engine.now(guards)
             try:
                 with tracked():
                     copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
@@ -132,6 +133,8 @@ class Handoffs:
                         if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
                             edit = edit or Edit(value, self.step)
                             self._collect(probe, site, view, parts, edit)
+                    while guards:
+                        guards.pop().__exit__(None, None, None)
             finally:
                 set_streams(engine.streams)
         return edit if edit is not None and edit.fresh else None

@@ -188,9 +188,9 @@ class Probe(greenlet):
                 self.error = throw
             throw = GreenletExit()
         run, argument = (self.switch, value) if throw is None else (self.throw, throw)
-        streams, thread = engine or Engine.now()
+        streams, thread, guards = engine or Engine.now()
         if self.relay is None:
-            self._state = state.switch(self._state, thread, run, argument)
+            self._state = state.switch(self._state, thread, guards, run, argument)
             return
         if self._streams is None:
             # Which warnings are shown is for the caller's filters to say, not for the engine's.
@@ -198,7 +198,7 @@ class Probe(greenlet):
             self._streams = self.output, self.errors, self._warn, every, streams[-1]
         set_streams(self._streams)
         try:
-            self._state = state.switch(self._state, thread, run, argument)
+            self._state = state.switch(self._state, thread, guards, run, argument)
         finally:
             self._streams = _streams()
             if engine is None:
@@ -299,11 +299,13 @@ class Engine(NamedTuple):
 
     streams: tuple[Any, ...]
     thread: state.Own
+    guards: list[Any] | None = None
+    """For a visit to many: what blocks leave on, to be left at its end."""
 
     @classmethod
-    def now(cls) -> Engine:
+    def now(cls, guards: list[Any] | None = None) -> Engine:
         """As it is now."""
-        return cls(_streams(), state.own())
+        return cls(_streams(), state.own(), guards)
 
 
 def set_streams(streams: tuple[Any, ...]) -> None:

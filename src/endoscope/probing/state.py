@@ -84,32 +84,43 @@ def own() -> Own:
     )
 
 
-def switch(state: TorchState, thread: Own, run: Any, *args: Any) -> TorchState:
+def switch(state: TorchState, thread: Own, guards: list[Any] | None, run: Any, *args: Any) -> TorchState:
     """Call ``run(*args)`` with a block's state, then bring back the thread's own.
 
     Args:
         state: the block's.
         thread: what :func:`own` found before the block's turn.
+        guards: given inside of :class:`tracked`, where a block that begins with what is there needs no guard of its
+            own; receives one if it leaves inference mode on, to be left by the caller.
         run: gives the block the turn.
 
     Returns:
         The block's state afterwards, to be given to the next call.
     """
     dtype, autocast, cpu, cuda, modes = thread
-    # The guard also brings back whatever the block does to the gradient and inference modes.
-    with _InferenceMode(state.inference):
-        _set_grad_enabled(state.grad)
-        if state is not FRESH:
+    if guards is not None and state is FRESH:
+        run(*args)
+        grad, inference = is_grad_enabled(), is_inference_mode_enabled()
+        found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
+        if inference:
+            guards.append(_InferenceMode(False))
+            guards[-1].__enter__()
+        if grad or inference:
+            _set_grad_enabled(False)
+    else:
+        # The guard also brings back whatever the block does to the gradient and inference modes.
+        with _InferenceMode(state.inference):
+            _set_grad_enabled(state.grad)
             if state.dtype is not None:
                 torch.set_default_dtype(state.dtype)
             if state.autocast is not None:
                 _set_autocast(state.autocast)
             if state.modes is not None:
                 _set_modes(state.modes)
-        run(*args)
-        grad, inference = is_grad_enabled(), is_inference_mode_enabled()
-        # Read in here: the guard turns autocast off again, but leaves what it casts to.
-        found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
+            run(*args)
+            grad, inference = is_grad_enabled(), is_inference_mode_enabled()
+            # Read in here: the guard turns autocast off again, but leaves what it casts to.
+            found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
     found = get_default_dtype()
     found_modes = None
     if found_autocast is not None:

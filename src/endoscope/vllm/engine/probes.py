@@ -50,6 +50,8 @@ class Traced:
     probe: Probe
     seen: int = 0
     """How many positions of the sequence the block has been shown."""
+    settled: bool = False
+    """Whether the block has ended, or has nothing more to do with the steps to come."""
     reported: bool = False
 
 
@@ -72,6 +74,8 @@ class EngineProbes:
         self.outbox = Outbox() if reports else None
         self.traced: dict[str, Traced] = {}
         self.current: list[Traced] = []
+        self.due: list[Traced] = []
+        """Requests whose blocks have ended, and whose values are still to be sent."""
         self.over: dict[str, bool] = {}
         """Requests that their blocks end in this step; true where the token of the step counts."""
         if not hasattr(torch.Tensor, "save"):
@@ -144,6 +148,7 @@ class EngineProbes:
         for request, traced in list(self.traced.items()):
             if request in wanted or traced.submission.key in wanted:
                 del self.traced[request]
+                traced.settled = traced.reported = True
                 traced.probe.kill()
                 caches_close(traced.probe)
                 traced.probe.clear()
@@ -169,7 +174,7 @@ class EngineProbes:
         for index, row in enumerate(rows):
             stop = start + row.count
             traced = self.traced.get(row.request)
-            if traced is not None and not traced.reported:
+            if traced is not None and not traced.settled:
                 # Positions computed again after a preemption were shown before.
                 again = max(0, traced.seen - row.first)
                 if again < row.count:
@@ -208,17 +213,25 @@ class EngineProbes:
 
     def _settle(self, traced: Traced) -> None:
         probe = traced.probe
-        if not probe.dead or traced.reported:
+        if not probe.dead or traced.settled:
             return
         if probe.stopped or probe.error is not None:
             self.over.setdefault(probe.request, True)
         elif probe.caches:
             # The block is over, and its caches go on to the end of the request.
             return
-        self._report(traced)
-        probe.clear()
+        traced.settled = True
+        self.due.append(traced)
 
     # The way home.
+
+    def send(self) -> None:
+        """Send what blocks saved that ended in the last step: only now, so that nobody's token waits for it."""
+        due, self.due = self.due, []
+        for traced in due:
+            if not traced.reported:
+                self._report(traced)
+                traced.probe.clear()
 
     def _report(self, traced: Traced) -> None:
         if traced.reported:

@@ -20,6 +20,7 @@ class TracedRunner:
 
     def _update_states(self, scheduler_output: Any) -> Any:
         probes = self.probes
+        probes.send()
         for request in scheduler_output.finished_req_ids:
             probes.finish(request)
         for request, data in internals.new_submissions(scheduler_output):
