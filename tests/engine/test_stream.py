@@ -440,7 +440,8 @@ async def test_case_24_a_task_cancelled_while_it_waits(how: str, model: Any) -> 
 
     task = asyncio.create_task(consume())
     await begun.wait()
-    assert (await model.debug())["requests"] == 1
+    while (await model.debug())["requests"] == 0:
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -681,3 +682,19 @@ def test_script_async_with_ends_every_process(script_run: dict[str, Any]) -> Non
     """`async with VLLM(...)` ends the engine, and a consumer that still waits is told that the model was closed."""
     assert script_run["left after the close"] == 0
     assert script_run["closed"] == "EngineClosedError"
+
+
+async def test_what_was_emitted_is_on_the_output_of_its_step(model: Any) -> None:
+    """Also when the request is over before anybody looks at its outputs."""
+    with model.trace(PROMPTS[0], max_tokens=5, **GREEDY) as tracer:
+        for step in tracer.iter[:]:
+            logits = model.logits
+            tracer.emit(step=step, top=logits.argmax().item())
+            tracer.emit(step=-step)
+    while unfinished(model):
+        await asyncio.sleep(0)
+    steps = []
+    async for output in tracer.backend:
+        steps.append(output.emits["step"])
+        assert output.emits["top"] == output.outputs[0].token_ids[-1]
+    assert steps == [[step, -step] for step in range(5)]

@@ -142,7 +142,7 @@ class BlockTracer(Referenced):
         """
         probe = current_probe("tracer.emit()")
         if probe.relay is not None:
-            probe.relay("emit", values)
+            probe.relay("emit", (probe.step, values))
 
     def cache(self, modules: Iterable[Any] | Any = None) -> CacheView:
         """Keep the output of every further visit to the modules.

@@ -90,6 +90,8 @@ class Emitted(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     key: str
     sequence: int
+    step: int
+    """The generated step that made them."""
     values: bytes
     """A dict by name, as ``serialize.dumps`` makes it."""
 

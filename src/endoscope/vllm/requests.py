@@ -13,7 +13,7 @@ from typing import Any
 from endoscope.errors import PromptError, SamplingError
 from endoscope.tracing.block import Block
 from endoscope.tracing.failure import put_together
-from endoscope.tracing.messages import Submission, encode
+from endoscope.tracing.messages import Emitted, Submission, encode
 from endoscope.tracing.serialize import loads
 from endoscope.vllm import internals
 from endoscope.vllm.inbox import Arrival, Inbox
@@ -72,6 +72,9 @@ class Request:
         self.ids = [child.request_id for child in self.children]
         self._joins = self.sequences > 1 and internals.accumulates(params)
         self._completions: dict[int, Any] = {}
+        self._delta = not internals.accumulates(params)
+        self._made: dict[int, int] = {}
+        """Tokens that each sequence has, as far as outputs have told."""
 
     def _process(self, llm: Any, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
         name = f"trace-{self.arrival.key}" if self.arrival is not None else f"generate-{next(_numbers)}"
@@ -110,15 +113,27 @@ class Request:
         output.invoke = self.index
         output.saves = {}
         output.emits = {}
+        for completion in output.outputs:
+            before = self._made.get(completion.index, 0) if self._delta else 0
+            self._made[completion.index] = before + len(completion.token_ids)
         if self._joins:
             # vLLM reports each sequence by itself; the finished output has all of them, as on the synchronous path.
             self._completions.update((completion.index, completion) for completion in output.outputs)
             if output.finished:
                 output.outputs = [self._completions[number] for number in sorted(self._completions)]
         if self.arrival is not None and self.arrival.emitted:
-            emitted, self.arrival.emitted = self.arrival.emitted, []
-            output.emits = merge([loads(each.values, resolve) for each in emitted])
+            output.emits = merge([loads(each.values, resolve) for each in self._emitted(output)])
         return output
+
+    def _emitted(self, output: Any) -> list[Emitted]:
+        """What was emitted up to the step of an output; later steps' values may have come as well."""
+        assert self.arrival is not None
+        mine: list[Emitted] = []
+        later: list[Emitted] = []
+        for each in self.arrival.emitted:
+            (mine if output.finished or each.step < self._made.get(each.sequence, 0) else later).append(each)
+        self.arrival.emitted = later
+        return mine
 
     def collect(self, resolve: Callable[[tuple[str, ...]], Any]) -> None:
         """Read what has come home, now that the output is finished."""

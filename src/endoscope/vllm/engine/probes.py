@@ -283,7 +283,8 @@ class EngineProbes:
                 )
             elif stream == "emit":
                 # Copied at once: the block may go on to change what it has emitted.
-                outbox.send(home, Emitted(key, sequence, dumps(content)))
+                step, values = content
+                outbox.send(home, Emitted(key, sequence, step, dumps(values)))
             else:
                 outbox.send(home, Printed(key, sequence, stream, clean_text(content)))
 
