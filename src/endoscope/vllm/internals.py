@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -555,8 +554,3 @@ def whole_prompts(scheduler: Any) -> None:
 
     object.__setattr__(config, "__class__", PerPrompt)
     scheduler.scheduler_config = config
-
-
-def set_start_environment() -> None:
-    """Defaults of the environment that engines of ours start with, where the user has set nothing."""
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
