@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
-from endoscope.probing.probe import NOTHING, Engine, Probe, set_streams
+from endoscope.probing.probe import NOTHING, Probe
 from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
 from endoscope.probing.state import tracked
+from endoscope.probing.turns import Turns
 from endoscope.probing.wrappers import Arguments, Wrappers
 
 
@@ -119,24 +120,20 @@ class Handoffs:
         while site.waiting:
             probes, site.waiting = site.waiting, []
             position = site.position
-            guards: list[Any] = []
-            engine = Engine.now(guards)
-            try:
-                with tracked():
-                    copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
-                    for index, probe in enumerate(probes):
-                        view, parts = copy.view(index)
-                        if position is not None:
-                            probe.position = position
-                        probe.fixed = copy.nobodys(parts)
-                        probe.turn(view, engine=engine)
-                        if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
-                            edit = edit or Edit(value, self.step)
-                            self._collect(probe, site, view, parts, edit)
-                    while guards:
-                        guards.pop().__exit__(None, None, None)
-            finally:
-                set_streams(engine.streams)
+            with Turns() as turns:
+                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
+                for index, probe in enumerate(probes):
+                    view, parts = copy.view(index)
+                    if position is not None:
+                        probe.position = position
+                    probe.fixed = copy.nobodys(parts)
+                    if probe.reads_only:
+                        probe.read(view)
+                        continue
+                    probe.turn(view, turns=turns)
+                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
+                        edit = edit or Edit(value, self.step)
+                        self._collect(probe, site, view, parts, edit)
         return edit if edit is not None and edit.fresh else None
 
     def _layout(self, probes: list[Probe]) -> Layout:
@@ -170,10 +167,13 @@ class Handoffs:
 
     def wanted(self, probe: Probe, site: Site) -> None:
         """A probe has parked at the site: make the pass come by."""
-        if site is self.next_step or site.station is not None or probe.samples:
+        station = site.station
+        if station is not None:
             site.waiting.append(probe)
-        if site.station is not None:
-            self.wrappers.want(site.station)
+            if station not in self.wrappers.wanted:
+                self.wrappers.want(station)
+        elif probe.samples or site is self.next_step:
+            site.waiting.append(probe)
 
     def check(self, probe: Probe, site: Site) -> None:
         """Refuse a site that the current step has already left.

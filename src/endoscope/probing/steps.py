@@ -141,8 +141,8 @@ class BlockTracer(Referenced):
             SerializationError: if a value cannot travel.
         """
         probe = current_probe("tracer.emit()")
-        if probe.relay is not None:
-            probe.relay("emit", (probe.step, values))
+        if probe.send is not None:
+            probe.send("emit", (probe.step, values))
 
     def cache(self, modules: Iterable[Any] | Any = None) -> CacheView:
         """Keep the output of every further visit to the modules.

@@ -100,8 +100,7 @@ class Wrappers:
                 return original(*args, **kwargs)
             if self.clock is not None:
                 self.clock += 1
-                station.calls += 1
-                station.entered = self.clock
+                station.enter(self.clock)
             if station.enters:
                 args, kwargs = enter(station, args, kwargs)
             station.inside += 1
@@ -111,7 +110,7 @@ class Wrappers:
                 station.inside -= 1
             if self.clock is not None:
                 self.clock += 1
-                station.left = self.clock
+                station.leave(self.clock)
             return leave(station, output) if station.leaves else output
 
         self.on[module] = module.__dict__.get("forward")

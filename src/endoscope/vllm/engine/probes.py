@@ -94,9 +94,9 @@ class EngineProbes:
         submission = decode_submission(data)
         prefix = request.partition("_")[0]
         sequence = int(prefix) if prefix.isdigit() else 0
-        relay = self._relay(submission, sequence) if self.outbox is not None else _quiet
+        send = self._sender(submission, sequence) if self.outbox is not None else _quiet
         namespace: dict[str, Any] = {}
-        probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
+        probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
@@ -238,9 +238,8 @@ class EngineProbes:
             return
         traced.reported = True
         probe = traced.probe
-        for stream in (probe.output, probe.errors):
-            if stream is not None:
-                stream.flush()
+        for lines in probe.lines.values():
+            lines.close()
         caches_close(probe)
         if self.outbox is None:
             return
@@ -271,11 +270,11 @@ class EngineProbes:
         buffers: list[PickleBuffer] = []
         return dumps(good, buffers=buffers), buffers, ", ".join(bad)
 
-    def _relay(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
+    def _sender(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
         outbox, home, key = self.outbox, submission.home, submission.key
         assert outbox is not None
 
-        def relay(stream: str, content: Any) -> None:
+        def send(stream: str, content: Any) -> None:
             if stream == "warning":
                 text, category, filename, line = content
                 outbox.send(
@@ -288,7 +287,7 @@ class EngineProbes:
             else:
                 outbox.send(home, Printed(key, sequence, stream, clean_text(content)))
 
-        return relay
+        return send
 
     def counts(self) -> dict[str, int]:
         """What this rank holds for traces: probes, wrapped modules, and bytes of tensors that blocks keep."""
