@@ -25,6 +25,8 @@
         │   ├── OutOfOrderError     the pass has already left that site
         │   └── NeverRanError       the request ended and the site was never visited
         ├── ReplacementError        also ValueError: a replacement that does not fit the site
+        ├── StepTimeoutError        also TimeoutError: the block kept its turn for too long
+        ├── SaveLimitError          also MemoryError: the block keeps more bytes than it may
         └── PreemptionError         the engine preempted a request whose block had changed values
 
 Any other exception that a block raises reaches the caller as a class that is both
@@ -139,6 +141,16 @@ class NeverRanError(SiteError):
 
 class ReplacementError(BlockError, ValueError):
     """A replacement does not fit its site in rows, width or dtype."""
+
+
+class StepTimeoutError(BlockError, TimeoutError):
+    """The block took longer from one handoff to the next than ``step_timeout`` allows."""
+
+    __str__ = Exception.__str__
+
+
+class SaveLimitError(BlockError, MemoryError):
+    """The block keeps, or emits at once, more bytes than ``save_limit`` allows."""
 
 
 class PreemptionError(BlockError):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
+from endoscope.probing.limits import Limits
 from endoscope.probing.probe import NOTHING, Probe
 from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
@@ -38,6 +39,7 @@ class Handoffs:
         self.logits = Site("logits", "logits")
         self.samples = Site("samples", "samples")
         self.next_step = Site("the next step", "step")
+        self.limits = Limits.given()
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
@@ -85,6 +87,8 @@ class Handoffs:
             self.wrappers.recording_ends()
         for probe in self.probes:
             probe.in_step = False
+            if probe.kept:
+                probe.check_kept()
             if probe.samples:
                 while not probe.dead and (site := probe.site) is not None and site is not self.next_step:
                     probe.fail(self._missed(probe, site))
@@ -264,7 +268,7 @@ class Handoffs:
             with tracked():
                 copy = Copy(output, self._layout(probes))
             for cache in caches:
-                cache.visits[station.path].append((copy, probes.index(cache.probe)))
+                cache.add(station.path, copy, probes.index(cache.probe))
         return output
 
     def _stream(self, site: Site, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, Any]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from endoscope.errors import NeverRanError, ReplacementError, UsageError
+from endoscope.errors import NeverRanError, ReplacementError, SaveLimitError, UsageError
+from endoscope.probing.limits import Held, too_much
 from endoscope.probing.rows import NOBODYS, Span, matched, tensors
 from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
@@ -85,6 +86,7 @@ class Probe(greenlet):
         """Those of its tensors whose rows belong to no request."""
         self.replacement: Any = NOTHING
         self.kept: list[Kept] = []
+        self.held = Held()
         self.edited = False
         self.finished = False
         self.stopped = False
@@ -154,8 +156,37 @@ class Probe(greenlet):
         self.value = self.replacement = value if isinstance(value, (tuple, list, dict)) else rows[0] if rows else value
 
     def keep(self, text: str, value: Any, names: tuple[str, ...] = ()) -> None:
-        """Mark a value to be sent home."""
+        """Mark a value to be sent home.
+
+        Raises:
+            SaveLimitError: if the block now keeps more than it may.
+        """
         self.kept.append(Kept(text, value, names))
+        if (error := self._too_much()) is not None:
+            raise error
+
+    def check_kept(self) -> None:
+        """End the block if it keeps more than it may."""
+        error = self._too_much()
+        if error is not None and self.dead:
+            self.error = self.error or error
+        elif error is not None:
+            self.fail(error)
+
+    def _too_much(self) -> SaveLimitError | None:
+        limit = self.host.limits.save_limit
+        if not self.held.grown(self.kept, limit - self._cached()):
+            return None
+        error = too_much(self.held.total + self._cached(), limit)
+        # What was saved first, and is within the limit, goes home all the same.
+        while self.kept and self.held.grown(self.kept, limit - self._cached()):
+            dropped = self.kept.pop().value
+            self.caches = [cache for cache in self.caches if not cache.close(dropped)]
+            self.held.clear()
+        return error
+
+    def _cached(self) -> int:
+        return sum(cache.bytes for cache in self.caches) if self.caches else 0
 
     def next_step(self) -> bool:
         """Park until the request's next step begins; ``False`` if it has none."""
@@ -251,6 +282,7 @@ class Probe(greenlet):
         self.namespace.clear()
         self.outside.clear()
         self.kept.clear()
+        self.held.clear()
         self.caches.clear()
         self.fixed = []
         self.aside = Aside()

@@ -208,6 +208,6 @@ class Draws:
 
 
 def _generators() -> list[torch.Generator]:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
     return [torch.default_generator]

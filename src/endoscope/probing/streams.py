@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from greenlet import getcurrent
+
 if TYPE_CHECKING:
     from endoscope.probing.probe import Probe
 
@@ -18,6 +20,16 @@ class Turn:
     """Which block has the turn, on the thread that runs the model."""
 
     probe: Probe | None = None
+
+
+def in_turn() -> bool:
+    """Whether the caller runs in the block that has the turn, be it in a greenlet that the block has made."""
+    current: Any = getcurrent()
+    while current is not None:
+        if current is Turn.probe:
+            return True
+        current = current.parent
+    return False
 
 
 class Lines:
