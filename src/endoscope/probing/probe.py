@@ -88,6 +88,8 @@ class Probe(greenlet):
         self.replacement: Any = NOTHING
         self.kept: list[Kept] = []
         self.edited = False
+        self.reads_only = False
+        """Whether the block is known to change nothing, and others rely on that."""
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]

@@ -97,6 +97,7 @@ class EngineProbes:
         relay = self._relay(submission, sequence) if self.outbox is not None else _quiet
         namespace: dict[str, Any] = {}
         probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
+        probe.reads_only = submission.reads_only
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
