@@ -133,8 +133,8 @@ class Handoffs:
                     probe.fixed = copy.nobodys(parts)
                     if probe.reads_only:
                         probe.read(view)
-                        continue
-                    probe.turn(view, turns=turns)
+                    else:
+                        probe.turn(view, turns=turns)
                     if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
                         edit = edit or Edit(value, self.step)
                         self._collect(probe, site, view, parts, edit)
@@ -152,6 +152,8 @@ class Handoffs:
     def _collect(self, probe: Probe, site: Site, view: Any, parts: Sequence[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""
         try:
+            if probe.reads_only:
+                raise ReplacementError(READS_ONLY.format(site.name))
             # Matched anew: what was assigned may have been changed in place since.
             rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
             site.check(rows)
@@ -285,6 +287,12 @@ class Handoffs:
             residual[start:stop] = 0
         return hidden, residual
 
+
+READS_ONLY = (
+    "{} was changed by a block that endoscope took for one that only reads, and whose keys and values other requests "
+    "may use, so the change is refused. This is a fault of endoscope: please report it, with the block. Until it is "
+    "mended, assign the changed value to its site, which is always known for a change"
+)
 
 _version = operator.attrgetter("_version")
 

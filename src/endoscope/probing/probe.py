@@ -88,12 +88,12 @@ class Probe(greenlet):
         self.kept: list[Kept] = []
         self.held = Held()
         self.edited = False
+        self.reads_only = False
+        """Whether the block is known to change nothing, and others rely on that."""
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]
         self.caches: list[Any] = []
-        self.reads_only = False
-        """Whether it is known of the block that it only reads."""
         self.aside = Aside()
 
     # What runs in the probe's own greenlet.

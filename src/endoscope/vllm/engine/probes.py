@@ -103,6 +103,7 @@ class EngineProbes:
         send = self._sender(submission, sequence) if self.outbox is not None else _quiet
         namespace: dict[str, Any] = {}
         probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
+        probe.reads_only = submission.reads_only
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
