@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -145,9 +144,9 @@ class Steps:
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
-def asynchronous(request: pytest.FixtureRequest) -> Iterator[bool]:
+def asynchronous(request: pytest.FixtureRequest) -> bool:
     """Both ways to schedule."""
-    yield request.param
+    return bool(request.param)
 
 
 def test_the_scheduler_follows_the_configuration() -> None:
@@ -155,8 +154,10 @@ def test_the_scheduler_follows_the_configuration() -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Theirs
 
     ahead, behind = Steps(asynchronous=True).scheduler, Steps().scheduler
-    assert isinstance(ahead, AsyncScheduler) and isinstance(ahead, Theirs)
-    assert isinstance(behind, Scheduler) and not isinstance(behind, Theirs)
+    assert type(ahead) is AsyncScheduler
+    assert isinstance(ahead, Theirs)
+    assert type(behind) is Scheduler
+    assert not isinstance(behind, Theirs)
 
 
 def test_a_traced_prompt_does_not_starve(asynchronous: bool) -> None:
@@ -229,12 +230,16 @@ def test_a_traced_prompt_is_not_overtaken_for_ever_where_there_are_priorities() 
 
 
 def test_a_prompt_that_waits_for_space_does_not_stop_the_others() -> None:
+    # Two running requests take all the eight blocks in the end, and the prompt would take four.
     engine = Steps(budget=64, blocks=9)
-    running = [engine.add(30, make=60) for _ in range(2)]
+    running = [engine.add(30, make=30) for _ in range(2)]
     engine.step()
     traced = engine.add(64, traced=True, make=2)
+    while not all(name in engine.finished for name in running):
+        engine.step()
+    assert engine.steps == 30, "they have stood aside for nothing"
     engine.drain()
-    assert {len(engine.tokens[name]) for name in running} == {60}
+    assert {len(engine.tokens[name]) for name in running} == {30}
     assert engine.tokens[traced] == [TOKEN] * 2
     assert engine.shown[traced][0] == 64
 
@@ -251,7 +256,7 @@ def test_requests_that_may_edit_are_preempted_last(policy: str, asynchronous: bo
         engine.drain()
         return engine, {name: requests[name].num_preemptions for name in names}, names
 
-    engine, preemptions, (*untraced, traced) = run(plain=False)
+    engine, preemptions, (*_, traced) = run(plain=False)
     assert preemptions[traced] == 0
     assert sum(preemptions.values()) > 0, "nothing was preempted, so it proves nothing"
     assert {len(tokens) for tokens in engine.tokens.values()} == {60}

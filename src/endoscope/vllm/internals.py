@@ -497,18 +497,19 @@ def mark(output: Any, over: dict[str, bool], quiet: list[str]) -> None:
     """
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
+    promise: Any = output
     if not isinstance(output, AsyncModelRunnerOutput):
-        output.endoscope = over, quiet
+        promise.endoscope = over, quiet
         return
     # The promise stays in this process, and is kept in another thread or later; only what it gives travels.
-    promised = output.get_output
+    promised = promise.get_output
 
     def get_output() -> Any:
         result = promised()
         result.endoscope = over, quiet
         return result
 
-    output.get_output = get_output
+    promise.get_output = get_output
 
 
 def marked(output: Any) -> tuple[dict[str, bool], list[str]]:
@@ -559,7 +560,7 @@ def may_edit(request: Any) -> bool:
 
 
 def unseen(request: Any) -> bool:
-    """Whether a request's block still has to be shown the prompt; after a preemption, it has seen all that comes anew."""
+    """Whether a request's block still has to be shown the prompt; what comes anew after a preemption, it has seen."""
     return not request.num_preemptions and submission_of(request.sampling_params) is not None
 
 
@@ -619,11 +620,13 @@ def head(scheduler: Any) -> Any:
 
 def lacks_budget(scheduler: Any, request: Any, scheduler_output: Any) -> bool:
     """Whether the step had too few tokens left for a whole prompt."""
-    return request.num_tokens > _budget(scheduler) - scheduler_output.total_num_scheduled_tokens  # type: ignore[no-any-return]
+    left: int = _budget(scheduler) - scheduler_output.total_num_scheduled_tokens
+    return bool(request.num_tokens > left)
 
 
 def _budget(scheduler: Any) -> int:
-    return min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+    budget: int = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+    return budget
 
 
 def could_start(scheduler: Any, request: Any) -> bool:
@@ -640,7 +643,7 @@ def could_start(scheduler: Any, request: Any) -> bool:
     groups = scheduler.kv_cache_config.kv_cache_groups
     blocks = sum(-(-request.num_tokens // group.kv_cache_spec.block_size) + running for group in groups)
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return blocks + scheduler.kv_cache_manager.watermark_blocks <= free
+    return bool(blocks + scheduler.kv_cache_manager.watermark_blocks <= free)
 
 
 def too_many(scheduler: Any, request: Any, aside: set[Any]) -> set[Any]:
@@ -649,8 +652,9 @@ def too_many(scheduler: Any, request: Any, aside: set[Any]) -> set[Any]:
     waits = set()
 
     def tokens(each: Any) -> int:
-        known = each.num_tokens_with_spec + each.num_output_placeholders
-        return max(0, known - each.num_computed_tokens)
+        known: int = each.num_tokens_with_spec + each.num_output_placeholders
+        computed: int = each.num_computed_tokens
+        return max(0, known - computed)
 
     for each in sorted((each for each in scheduler.running if each not in aside), key=tokens):
         left -= tokens(each)

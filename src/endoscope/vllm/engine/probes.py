@@ -324,9 +324,9 @@ class EngineProbes:
 _NOTHING = compile("", "<nothing>", "exec")
 
 _SPLIT = (
-    "the engine split this prompt of {} tokens and ran its positions {} to {} alone in the request's first step; a block "
-    "is shown a prompt whole or not at all, so the request cannot go on. Which part of vLLM does that depends on the "
-    "model: enable_prefix_caching=False helps where the model has layers with a state (Mamba)"
+    "the engine split this prompt of {} tokens, and its first step runs positions {} to {} alone; a block is shown a "
+    "prompt whole or not at all, so the request cannot go on. vLLM does so for some models, such as those with Mamba "
+    "layers: there, enable_prefix_caching=False helps"
 )
 
 
