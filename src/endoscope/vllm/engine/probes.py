@@ -83,6 +83,8 @@ class EngineProbes:
         """Requests whose blocks have ended, and whose values are still to be sent."""
         self.over: dict[str, bool] = {}
         """Requests that their blocks end in this step; true where the token of the step counts."""
+        self.quiet: list[str] = []
+        """Requests that go on, and whose blocks have ended in this step."""
         if not hasattr(torch.Tensor, "save"):
             torch.Tensor.save = tensor_save  # type: ignore[attr-defined]
 
@@ -96,6 +98,10 @@ class EngineProbes:
 
         What goes wrong here is the block's failure, and goes home as that.
         """
+        if request in self.traced:
+            # Some of vLLM's runners are told of a resumed request as of a new one.
+            self.resumed(request)
+            return
         self.watchdog.watch()
         submission = decode_submission(data)
         prefix = request.partition("_")[0]
@@ -128,16 +134,24 @@ class EngineProbes:
     def resumed(self, request: str) -> None:
         """The request was preempted and its keys and values are computed anew, without what its block did to them."""
         traced = self.traced.get(request)
-        if traced is not None and traced.probe.edited:
-            error = PreemptionError(
-                "the engine ran out of space for keys and values and preempted this request, whose block had changed "
-                "the model's values; what it changed in earlier steps is lost, so the request cannot go on. Give the "
-                "engine more space (kv_cache_memory_bytes), or fewer requests at once (max_num_seqs)"
-            )
-            if not traced.probe.dead:
-                traced.probe.fail(error)
-            traced.probe.error = traced.probe.error or error
-            self._settle(traced)
+        if traced is None or traced.reported or not traced.probe.edited:
+            return
+        error = PreemptionError(
+            "the engine ran out of space for keys and values and preempted this request, whose block had changed "
+            "the model's values; what it changed in earlier steps is lost, so the request cannot go on. Give the "
+            "engine more space (kv_cache_memory_bytes), or fewer requests at once (max_num_seqs)"
+        )
+        self._end_with(traced, error)
+
+    def _end_with(self, traced: Traced, error: BlockError) -> None:
+        """End a block with an error of the engine's, and its request with it."""
+        if not traced.probe.dead:
+            traced.probe.fail(error)
+        # Even if it catches the error.
+        traced.probe.kill()
+        traced.probe.error = traced.probe.error or error
+        traced.settled = False
+        self._settle(traced)
 
     def finish(self, request: str) -> None:
         """The request has ended: so does its block, and what it saved goes home."""
@@ -182,6 +196,10 @@ class EngineProbes:
             stop = start + row.count
             traced = self.traced.get(row.request)
             if traced is not None and not traced.settled:
+                if not traced.seen and row.count < row.known:
+                    self._end_with(traced, BlockError(_SPLIT.format(row.known, row.first, row.first + row.count - 1)))
+                    start = stop
+                    continue
                 # Positions computed again after a preemption were shown before.
                 again = max(0, traced.seen - row.first)
                 if again < row.count:
@@ -205,18 +223,20 @@ class EngineProbes:
                 self.over.setdefault(traced.probe.request, False)
         return value
 
-    def end(self) -> dict[str, bool]:
+    def end(self) -> tuple[dict[str, bool], list[str]]:
         """The step is over: report the blocks that ended in it.
 
         Returns:
-            The requests that end with their blocks; true where the step's token belongs to the text.
+            The requests that end with their blocks, true where the step's token belongs to the text; and those that
+            go on without them.
         """
         self.handoffs.end()
         for traced in self.current:
             self._settle(traced)
         self.current = []
         over, self.over = self.over, {}
-        return over
+        quiet, self.quiet = self.quiet, []
+        return over, quiet
 
     def _settle(self, traced: Traced) -> None:
         probe = traced.probe
@@ -227,8 +247,12 @@ class EngineProbes:
         elif probe.caches:
             # The block is over, and its caches go on to the end of the request.
             return
+        else:
+            self.quiet.append(probe.request)
         traced.settled = True
-        self.due.append(traced)
+        if probe.request in self.over or not probe.edited:
+            self.due.append(traced)
+        # Else the request can still be preempted, and then ends with an error: its values go home with its end.
 
     # The way home.
 
@@ -315,6 +339,12 @@ OVERHEAD = 1 << 16
 """Bytes of names and shapes that a save may have beside its values."""
 
 _NOTHING = compile("", "<nothing>", "exec")
+
+_SPLIT = (
+    "the engine split this prompt of {} tokens, and its first step runs positions {} to {} alone; a block is shown a "
+    "prompt whole or not at all, so the request cannot go on. vLLM does so for some models, such as those with Mamba "
+    "layers: there, enable_prefix_caching=False helps"
+)
 
 
 def _quiet(stream: str, content: Any) -> None:

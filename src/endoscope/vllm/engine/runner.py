@@ -52,7 +52,7 @@ class TracedRunner:
         if self._in_step:
             self._in_step = False
             self._scheduled = None
-            over = self.probes.end()
-            if over:
-                internals.mark_over(output, over)
+            over, quiet = self.probes.end()
+            if over or quiet:
+                internals.mark(output, over, quiet)
         return output
