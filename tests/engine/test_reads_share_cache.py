@@ -41,8 +41,9 @@ def test_a_block_that_only_reads_leaves_its_keys_and_values_to_others(sync_model
         with model.trace(LONG, max_tokens=3, **GREEDY) as tracer:
             seen = [].save()
             for step in tracer.iter[:]:
-                seen.append(layers[1].resid_post.clone())
-                seen[-1][0] = step  # its own copy
+                own = layers[1].resid_post.clone()
+                own[0] = step
+                seen.append(own)
         rows.extend(each.shape[0] for each in seen)
 
     def nothing() -> None:

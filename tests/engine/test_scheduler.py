@@ -28,7 +28,9 @@ VECTOR = 3.0 * torch.randn(128, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(scope="module")
 def model() -> Iterator[VLLM]:
     """An engine whose steps take 512 tokens, and that has space for six blocks of 128 tokens."""
-    options: dict[str, Any] = {"max_model_len": 600, "num_gpu_blocks_override": 7, "disable_log_stats": False}
+    # Keys and values of four layers with two heads of 32 float32 numbers; vLLM keeps one block for itself.
+    space = 7 * BLOCK * 4 * 2 * 2 * 32 * 4
+    options: dict[str, Any] = {"max_model_len": 600, "kv_cache_memory_bytes": space, "disable_log_stats": False}
     with VLLM(
         path_of("tiny-llama"), dtype="float32", max_num_batched_tokens=BUDGET, max_num_seqs=8, **options
     ) as model:
@@ -179,11 +181,11 @@ def rows_of(model: VLLM, prompt: list[int]) -> torch.Tensor:
 def test_case_23_nobody_gets_the_keys_and_values_of_a_steered_prompt(order: str, model: VLLM, oracle: Any) -> None:
     # contract: F3, F1
     its = oracle("tiny-llama")
-    prompt, other = prompt_of(300), prompt_of(300)[:280] + prompt_of(20, seed=9)
+    prompt, other = prompt_of(200), prompt_of(200)[:180] + prompt_of(20, seed=9)
     # The same requests without any that is steered.
     first, second, beginning = plain(model, prompt), plain(model, prompt), plain(model, other)
     rows = rows_of(model, prompt)
-    assert [cached for _, cached in (first, second, beginning)] == [0, 2 * BLOCK, 2 * BLOCK]
+    assert [cached for _, cached in (first, second, beginning)] == [0, BLOCK, BLOCK]
     model.engine.llm.reset_prefix_cache()
 
     steered = []
@@ -340,7 +342,7 @@ def test_a_block_is_not_run_on_a_part_of_its_prompt() -> None:
     probes.admit("0_a", encode(Submission("nowhere", "a", code, dumps({}))))
     probes.begin([Rows("0_a", first=0, count=3, known=5)], tokens=3)
     probe = probes.traced["0_a"].probe
-    assert probes.end() == ({"0_a": True}, [])
+    assert probes.end() == ({"0_a": False}, [])
     assert isinstance(probe.error, BlockError)
     assert "5 tokens" in str(probe.error)
     probes.release(["0_a"])

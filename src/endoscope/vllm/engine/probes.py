@@ -144,13 +144,15 @@ class EngineProbes:
         self._end_with(traced, error)
 
     def _end_with(self, traced: Traced, error: BlockError) -> None:
-        """End a block with an error of the engine's, and its request with it."""
+        """End a block with an error of the engine's, and its request with it; the step's token is none of its text."""
         if not traced.probe.dead:
             traced.probe.fail(error)
         # Even if it catches the error.
         traced.probe.kill()
         traced.probe.error = traced.probe.error or error
         traced.settled = False
+        # The step has computed it without what the block has done, or would have done.
+        self.over[traced.probe.request] = False
         self._settle(traced)
 
     def finish(self, request: str) -> None:
