@@ -129,4 +129,7 @@ def decode_submission(data: Any) -> Submission:
 
 def reads_only(data: Any) -> bool:
     """Whether the block of an encoded submission is known to change nothing. What it holds is skipped, not decoded."""
-    return _head.decode(data).reads_only
+    try:
+        return _head.decode(data).reads_only
+    except msgspec.DecodeError:  # nothing that a backend made
+        return False
