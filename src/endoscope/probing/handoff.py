@@ -13,6 +13,7 @@ from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, S
 from endoscope.probing.probe import NOTHING, Engine, Probe, set_streams
 from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
+from endoscope.probing.skip import Skips
 from endoscope.probing.state import tracked
 from endoscope.probing.wrappers import Arguments, Wrappers
 
@@ -33,19 +34,22 @@ class Handoffs:
         for path, module in model.named_modules(remove_duplicate=False):
             outer = self.stations.get(path.rpartition(".")[0]) if path else None
             self.stations[path] = Station(path, module, outer)
-        self.wrappers = Wrappers(self.stations, self._enter, self._leave)
+        self.skips = Skips(self)
+        self.wrappers = Wrappers(self.stations, self._enter, self._leave, self.skips)
         self.logits = Site("logits", "logits")
         self.samples = Site("samples", "samples")
         self.next_step = Site("the next step", "step")
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
-        """Modules that a block must not call, since they keep something between calls."""
+        """Modules that keep something for the requests between calls, or hold one that does."""
         self.running = False
         """Whether modules run in the current step, rather than what comes behind them."""
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
-    def begin(self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int) -> None:
+    def begin(
+        self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int, rows: int | None = None
+    ) -> None:
         """A step begins: tell each probe its rows, start the new ones and wake those that wait for it.
 
         Args:
@@ -53,9 +57,11 @@ class Handoffs:
                 for them, as all but the first parts of a prompt do.
             tokens: rows of the step's token tensors.
             requests: rows of its logits.
+            rows: how many of the rows of its token tensors are requests'; ``None`` for all of them.
         """
         self.step = Step(tokens, requests)
         self._last_layout = [], self._last_layout[1]
+        self.skips.begin(tokens if rows is None else rows)
         pairs = tuple(probes)
         self.probes = tuple(probe for probe, _, _ in pairs)
         self.running = True
@@ -64,6 +70,8 @@ class Handoffs:
             probe.samples = samples
             probe.position = -1
             probe.in_step = True
+            if probe.lacks:
+                self.skips.watch(probe)
             if probe.dead:
                 continue
             if not probe:
@@ -92,6 +100,7 @@ class Handoffs:
                 # It keeps its place for the next part of the prompt, and takes no part in steps without it.
                 site.waiting.remove(probe)
         self.probes = ()
+        self.skips.end()
         self._last_layout = [], self._last_layout[1]
 
     def visit(self, site: Site, value: Any) -> Any:
@@ -180,6 +189,7 @@ class Handoffs:
 
         Raises:
             OutOfOrderError: if it has.
+            NeverRanError: if it lies inside a module that the block has skipped in this step.
             SiteError: for the residual stream of a module that is no decoder layer.
         """
         if probe.finished:
@@ -190,7 +200,11 @@ class Handoffs:
                 f"element of the model's list of layers that takes hidden states has {site.kind}"
             )
         position = site.position
-        if position is None or position > probe.position:
+        if position is not None and position > probe.position:
+            return
+        if self.skips.done:
+            self.skips.refuse(probe, site)
+        if position is None:
             return
         if self.wrappers.clock is not None and site.station is not None:
             # The first pass is under way, and nobody knows yet whether it runs the module again.
@@ -231,7 +245,7 @@ class Handoffs:
         ]
 
     def _enter(self, station: Station, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        while station.enters:
+        while station.inputs.waiting or station.resid_pre.waiting:
             if station.inputs.waiting:
                 args, kwargs = self.visit(station.inputs, (args, kwargs))
             stream = station.stream
@@ -257,7 +271,8 @@ class Handoffs:
                 else:
                     output = self._stream(station.resid_post, output, None)[0]
         # Behind the logits, modules run for single requests (logits of prompts, say) and not for the step.
-        caches = [cache for cache in station.caches if cache.probe.in_step and self.running]
+        under = self.skips.under
+        caches = [c for c in station.caches if c.probe.in_step and self.running and c.probe not in under]
         if caches:
             # One block may have several caches.
             probes = sorted({cache.probe for cache in caches}, key=_row)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from endoscope.probing.handoff import Handoffs
+    from endoscope.probing.site import Station
 
 NOTHING: Any = object()
 
@@ -88,6 +89,8 @@ class Probe(greenlet):
         self.replacement: Any = NOTHING
         self.kept: list[Kept] = []
         self.edited = False
+        self.lacks: frozenset[Station] = frozenset()
+        """The modules that have not kept everything of the request, since the block has skipped them."""
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]
@@ -258,6 +261,7 @@ class Probe(greenlet):
         self.kept.clear()
         self.caches.clear()
         self.fixed = []
+        self.lacks = frozenset()
         self._streams = None
         # Tracebacks hold the frames of the block, with the tensors in them and this probe itself.
         errors, seen = [self.error], set[int]()
