@@ -125,7 +125,7 @@ class Skipping:
     """One call of a module that some requests skip.
 
     Attributes:
-        probes: those whose blocks skip it, in the order of the batch.
+        probes: those whose blocks skip it.
         output: the result, if it is put together from their values and the module does not run; otherwise
             ``NOTHING``.
     """
@@ -213,7 +213,6 @@ class Skips:
     def enter(self, station: Station) -> Skipping:
         """The module is about to run: find out whether it has to."""
         probes, station.skip.waiting = station.skip.waiting, []
-        probes.sort(key=lambda probe: probe.span.row)
         output = NOTHING
         form, step = station.form, self.host.step
         # Rows of requests that skip a module around this one do not matter here.
