@@ -26,6 +26,8 @@
         │   └── NeverRanError       the site is never visited: its module did not run, or was skipped
         ├── ReplacementError        also ValueError: a replacement that does not fit the site
         ├── MissingStateError       a module runs whose keys and values the block has skipped before
+        ├── StepTimeoutError        also TimeoutError: the block kept its turn for too long
+        ├── SaveLimitError          also MemoryError: the block keeps more bytes than it may
         └── PreemptionError         the engine preempted a request whose block had changed values
 
 Any other exception that a block raises reaches the caller as a class that is both
@@ -144,6 +146,16 @@ class ReplacementError(BlockError, ValueError):
 
 class MissingStateError(BlockError):
     """A module with attention runs for a request that has skipped it before, and whose keys and values it lacks."""
+
+
+class StepTimeoutError(BlockError, TimeoutError):
+    """The block took longer from one handoff to the next than ``step_timeout`` allows."""
+
+    __str__ = Exception.__str__
+
+
+class SaveLimitError(BlockError, MemoryError):
+    """The block keeps, or emits at once, more bytes than ``save_limit`` allows."""
 
 
 class PreemptionError(BlockError):

@@ -281,10 +281,10 @@ class Engine:
         self.padding = 0
         """Rows of each step that are no request's."""
 
-    def probe(self, block: str, relay: Any = None, **values: Any) -> Probe:
+    def probe(self, block: str, send: Any = None, **values: Any) -> Probe:
         """A probe that runs the block; ``model`` and ``tracer`` are among its names."""
         namespace = {"model": self.model, "tracer": self.tracer, "torch": torch, **values}
-        return Probe(compiled(block), namespace, self.handoffs, "request", relay)
+        return Probe(compiled(block), namespace, self.handoffs, "request", send)
 
     def run(self, *requests: Request, check: bool = True) -> Any:
         """Run the requests until each has its tokens; with ``check``, raise the first error of a block.

@@ -934,3 +934,21 @@ def test_random_skips_in_random_batches_give_what_plain_hooks_give(schedule: tup
     for request, (expected, seen) in zip(requests, results, strict=True):
         check(engine, request, expected)
         assert seen is None or same(request.saves["seen"], seen)
+
+
+def test_a_block_that_is_taken_to_only_read_cannot_skip() -> None:
+    """Others rely on it: its keys and values are theirs."""
+    model = llama()
+    engine = warm(model)
+    request = Request(PROMPT, "model.model.layers[1].mlp.skip(torch.zeros(3, 8))")
+    prober = engine.probe
+
+    def probe(*args: Any, **values: Any) -> Any:
+        made = prober(*args, **values)
+        made.reads_only = True
+        return made
+
+    engine.probe = probe  # type: ignore[method-assign]
+    engine.run(request, check=False)
+    assert isinstance(request.error, ReplacementError)
+    assert not request.probe.edited

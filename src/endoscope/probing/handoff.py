@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
-from endoscope.probing.probe import NOTHING, Engine, Probe, set_streams
-from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
+from endoscope.probing.limits import Limits
+from endoscope.probing.probe import NOTHING, Probe
+from endoscope.probing.rows import READS_ONLY, Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
 from endoscope.probing.skip import Skips
 from endoscope.probing.state import tracked
+from endoscope.probing.turns import Turns
 from endoscope.probing.wrappers import Arguments, Wrappers
 
 
@@ -39,6 +41,7 @@ class Handoffs:
         self.logits = Site("logits", "logits")
         self.samples = Site("samples", "samples")
         self.next_step = Site("the next step", "step")
+        self.limits = Limits.given()
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
@@ -92,6 +95,8 @@ class Handoffs:
             self.wrappers.recording_ends()
         for probe in self.probes:
             probe.in_step = False
+            if probe.kept:
+                probe.check_kept()
             if probe.samples:
                 while not probe.dead and (site := probe.site) is not None and site is not self.next_step:
                     probe.fail(self._missed(probe, site))
@@ -128,24 +133,20 @@ class Handoffs:
         while site.waiting:
             probes, site.waiting = site.waiting, []
             position = site.position
-            guards: list[Any] = []
-            engine = Engine.now(guards)
-            try:
-                with tracked():
-                    copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
-                    for index, probe in enumerate(probes):
-                        view, parts = copy.view(index)
-                        if position is not None:
-                            probe.position = position
-                        probe.fixed = copy.nobodys(parts)
-                        probe.turn(view, engine=engine)
-                        if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
-                            edit = edit or Edit(value, self.step)
-                            self._collect(probe, site, view, parts, edit)
-                    while guards:
-                        guards.pop().__exit__(None, None, None)
-            finally:
-                set_streams(engine.streams)
+            with Turns() as turns:
+                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
+                for index, probe in enumerate(probes):
+                    view, parts = copy.view(index)
+                    if position is not None:
+                        probe.position = position
+                    probe.fixed = copy.nobodys(parts)
+                    if probe.reads_only:
+                        probe.read(view)
+                    else:
+                        probe.turn(view, turns=turns)
+                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
+                        edit = edit or Edit(value, self.step)
+                        self._collect(probe, site, view, parts, edit)
         return edit if edit is not None and edit.fresh else None
 
     def _layout(self, probes: list[Probe]) -> Layout:
@@ -160,6 +161,8 @@ class Handoffs:
     def _collect(self, probe: Probe, site: Site, view: Any, parts: Sequence[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""
         try:
+            if probe.reads_only:
+                raise ReplacementError(READS_ONLY.format(site.name))
             # Matched anew: what was assigned may have been changed in place since.
             rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
             site.check(rows)
@@ -179,10 +182,13 @@ class Handoffs:
 
     def wanted(self, probe: Probe, site: Site) -> None:
         """A probe has parked at the site: make the pass come by."""
-        if site is self.next_step or site.station is not None or probe.samples:
+        station = site.station
+        if station is not None:
             site.waiting.append(probe)
-        if site.station is not None:
-            self.wrappers.want(site.station)
+            if station not in self.wrappers.wanted:
+                self.wrappers.want(station)
+        elif probe.samples or site is self.next_step:
+            site.waiting.append(probe)
 
     def check(self, probe: Probe, site: Site) -> None:
         """Refuse a site that the current step has already left.
@@ -279,7 +285,7 @@ class Handoffs:
             with tracked():
                 copy = Copy(output, self._layout(probes))
             for cache in caches:
-                cache.visits[station.path].append((copy, probes.index(cache.probe)))
+                cache.add(station.path, copy, probes.index(cache.probe))
         return output
 
     def _stream(self, site: Site, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, Any]:

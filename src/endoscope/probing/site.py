@@ -30,9 +30,10 @@ class Site:
         residual: whether it is one of the residual stream.
         station: the module that has the site; ``None`` for the sites of the engine.
         waiting: the probes parked here, in the order in which they came.
+        position: when a pass comes to the site, or ``None`` where that is not known or happens several times.
     """
 
-    __slots__ = ("_enters", "kind", "limit", "name", "residual", "station", "waiting")
+    __slots__ = ("kind", "limit", "name", "position", "residual", "station", "waiting")
 
     def __init__(self, name: str, kind: str, station: Station | None = None) -> None:
         self.name = name
@@ -43,7 +44,7 @@ class Site:
         self.limit = (
             getattr(station.module, "num_embeddings", None) if station is not None and kind == "inputs" else None
         )
-        self._enters = kind in ("inputs", "resid_pre", "skip")
+        self.position: int | None = AFTER_THE_MODULES + (kind == "samples") if station is None else None
 
     def check(self, rows: Sequence[torch.Tensor]) -> None:
         """Refuse indices that would be out of range.
@@ -62,16 +63,6 @@ class Site:
 
     def __repr__(self) -> str:
         return f"<Site {self.name}>"
-
-    @property
-    def position(self) -> int | None:
-        """When a pass comes to the site, or ``None`` where that is not known or happens several times."""
-        station = self.station
-        if station is None:
-            return AFTER_THE_MODULES + (self.kind == "samples")
-        if station.calls > 1:
-            return None
-        return station.entered if self._enters else station.left
 
 
 class Station:
@@ -129,6 +120,17 @@ class Station:
         self._stream_known = False
         self.view: Any = None
         """What blocks see of the module, once one has asked."""
+
+    def enter(self, clock: int) -> None:
+        """A recorded pass enters the module."""
+        self.calls += 1
+        self.entered = clock
+        self.inputs.position = self.resid_pre.position = self.skip.position = clock if self.calls == 1 else None
+
+    def leave(self, clock: int) -> None:
+        """A recorded pass leaves the module."""
+        self.left = clock
+        self.output.position = self.resid_post.position = clock if self.calls == 1 else None
 
     @property
     def enters(self) -> bool:

@@ -8,9 +8,10 @@ import torch
 
 from endoscope.errors import MissingStateError, NeverRanError, ReplacementError
 from endoscope.probing.probe import NOTHING, Probe
-from endoscope.probing.rows import NOBODYS, Edit, Span, Step, matched, walk
+from endoscope.probing.rows import NOBODYS, READS_ONLY, Edit, Span, Step, matched, walk
 from endoscope.probing.site import Site, Station
 from endoscope.probing.state import tracked
+from endoscope.probing.turns import Turns
 
 if TYPE_CHECKING:
     from endoscope.probing.handoff import Handoffs
@@ -180,6 +181,8 @@ class Skips:
     def ask(self, probe: Probe, station: Station, value: Any) -> None:
         """Park until the pass is behind the module, and give the value as its result."""
         site = station.skip
+        if probe.reads_only:
+            raise ReplacementError(READS_ONLY.format(site.name))
         self.host.check(probe, site)
         self._values[probe] = value
         try:
@@ -252,13 +255,15 @@ class Skips:
             probe.edited = True
             if position is not None:
                 probe.position = position
-        for probe in probes:
-            if (failure := failures.get(probe)) is not None:
-                probe.fail(failure)
-                continue
-            self.done.setdefault(probe, []).append(station)
-            probe.lacks = probe.lacks.union(self._keepers(station))
-            probe.turn()
+        keepers = self._keepers(station)
+        with Turns() as turns:
+            for probe in probes:
+                if (failure := failures.get(probe)) is not None:
+                    probe.fail(failure)
+                    continue
+                self.done.setdefault(probe, []).append(station)
+                probe.lacks = probe.lacks.union(keepers)
+                probe.turn(turns=turns)
         return output
 
     # Keys and values, which a module that did not run has not written.

@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from greenlet import getcurrent
+
 from endoscope.errors import SiteError, UnknownModuleError
 from endoscope.probing.handoff import Handoffs
-from endoscope.probing.probe import current_probe
+from endoscope.probing.probe import Probe, current_probe
 from endoscope.probing.site import Station
 from endoscope.tracing.serialize import Referenced
 
@@ -37,8 +39,10 @@ class ModuleView(Referenced):
         Reading it waits until the module has run in this step. The value can be edited in place, or
         another assigned.
         """
-        site = self._station.output
-        return current_probe(site.name).take(site)
+        site, probe = self._station.output, getcurrent()
+        if type(probe) is not Probe:
+            probe = current_probe(site.name)
+        return probe.take(site)
 
     @output.setter
     def output(self, value: Any) -> None:

@@ -106,8 +106,7 @@ class Wrappers:
                 return original(*args, **kwargs)
             if self.clock is not None:
                 self.clock += 1
-                station.calls += 1
-                station.entered = self.clock
+                station.enter(self.clock)
             skipping = None
             if station.enters:
                 args, kwargs = enter(station, args, kwargs)
@@ -125,7 +124,7 @@ class Wrappers:
                 output = skipping.output
             if self.clock is not None:
                 self.clock += 1
-                station.left = self.clock
+                station.leave(self.clock)
                 skips.note(station, output)
             if skipping is not None:
                 output = skips.leave(skipping, output)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from endoscope.errors import EngineArgumentError, ModelNotFoundError, UnsupportedError, VersionError
+from endoscope.tracing.messages import reads_only
 
 SUPPORTED = ("0.32",)
 """The releases of vLLM that this release was seen to work with, by their first two numbers."""
@@ -456,6 +457,12 @@ def submission_of(params: Any) -> bytes | None:
     extra = None if params is None else params.extra_args
     data = extra.get(EXTRA) if extra else None
     return data if isinstance(data, bytes) else None
+
+
+def may_edit(params: Any) -> bool:
+    """Whether a request has a block that is not known to only read."""
+    data = submission_of(params)
+    return data is not None and not reads_only(data)
 
 
 def resumed(scheduler_output: Any) -> Sequence[str]:

@@ -13,8 +13,11 @@ from torch import nn
 
 from endoscope.errors import BlockError, PreemptionError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
+from endoscope.probing.exits import refuse_exits
+from endoscope.probing.limits import too_much
 from endoscope.probing.saves import tensor_save
 from endoscope.probing.steps import caches_close
+from endoscope.probing.watchdog import Watchdog
 from endoscope.tracing.failure import clean_text, take_apart
 from endoscope.tracing.messages import Emitted, Ended, Printed, Submission, Warned, decode_submission
 from endoscope.tracing.serialize import dumps, loads
@@ -68,6 +71,8 @@ class EngineProbes:
         self.handoffs = Handoffs(model)
         self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
         self.handoffs.samples.limit = internals.vocabulary(model)
+        self.watchdog = Watchdog(self.handoffs.limits)
+        refuse_exits()
         self.model = ModelView(self.handoffs, tokenizer)
         self.tracer = BlockTracer(self.handoffs)
         self.tokenizer = tokenizer
@@ -91,12 +96,14 @@ class EngineProbes:
 
         What goes wrong here is the block's failure, and goes home as that.
         """
+        self.watchdog.watch()
         submission = decode_submission(data)
         prefix = request.partition("_")[0]
         sequence = int(prefix) if prefix.isdigit() else 0
-        relay = self._relay(submission, sequence) if self.outbox is not None else _quiet
+        send = self._sender(submission, sequence) if self.outbox is not None else _quiet
         namespace: dict[str, Any] = {}
-        probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
+        probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
+        probe.reads_only = submission.reads_only
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
@@ -238,9 +245,8 @@ class EngineProbes:
             return
         traced.reported = True
         probe = traced.probe
-        for stream in (probe.output, probe.errors):
-            if stream is not None:
-                stream.flush()
+        for lines in probe.lines.values():
+            lines.close()
         caches_close(probe)
         if self.outbox is None:
             return
@@ -251,6 +257,11 @@ class EngineProbes:
         except BaseException as failure:  # an object may raise anything when it is pickled
             saves, buffers, unsent = self._those_that_travel(probe.saves())
             error = error or BlockError(f"{unsent} was saved but cannot be sent home: {failure}")
+        # The block's last lines may have added to what it keeps.
+        total, limit = len(saves) + sum(buffer.raw().nbytes for buffer in buffers), self.handoffs.limits.save_limit
+        if total > limit + OVERHEAD:
+            error, buffers = error or too_much(total, limit), []
+            saves = dumps({}, buffers=buffers)
         try:
             failed = None if error is None else take_apart(error)
         except BaseException as failure:
@@ -271,11 +282,11 @@ class EngineProbes:
         buffers: list[PickleBuffer] = []
         return dumps(good, buffers=buffers), buffers, ", ".join(bad)
 
-    def _relay(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
-        outbox, home, key = self.outbox, submission.home, submission.key
+    def _sender(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
+        outbox, home, key, limits = self.outbox, submission.home, submission.key, self.handoffs.limits
         assert outbox is not None
 
-        def relay(stream: str, content: Any) -> None:
+        def send(stream: str, content: Any) -> None:
             if stream == "warning":
                 text, category, filename, line = content
                 outbox.send(
@@ -284,11 +295,14 @@ class EngineProbes:
             elif stream == "emit":
                 # Copied at once: the block may go on to change what it has emitted.
                 step, values = content
-                outbox.send(home, Emitted(key, sequence, step, dumps(values)))
+                data = dumps(values)
+                if len(data) > limits.save_limit + OVERHEAD:
+                    raise too_much(len(data), limits.save_limit)
+                outbox.send(home, Emitted(key, sequence, step, data))
             else:
                 outbox.send(home, Printed(key, sequence, stream, clean_text(content)))
 
-        return relay
+        return send
 
     def counts(self) -> dict[str, int]:
         """What this rank holds for traces: probes, wrapped modules, and bytes of tensors that blocks keep."""
@@ -296,6 +310,9 @@ class EngineProbes:
         held = sum(map(_bytes, running))
         return {"probes": len(running), "hooks": len(self.handoffs.wrappers), "bytes": held}
 
+
+OVERHEAD = 1 << 16
+"""Bytes of names and shapes that a save may have beside its values."""
 
 _NOTHING = compile("", "<nothing>", "exec")
 
