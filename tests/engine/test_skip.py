@@ -112,7 +112,7 @@ def test_every_request(name: str, part: str, sync_model: Any, oracle: Any) -> No
     model, its = sync_model(name), oracle(name)
     module, layers = skipped(model, part), layers_of(model)
     last = layers[its.depth - 1]
-    inside = {"mlp": "mlp.act" if "gpt2" in name else "mlp.act_fn", "attention": f"{parts_of(model)[1]}.attn"}
+    inside = {"mlp": "mlp.c_fc" if "gpt2" in name else "mlp.gate_up_proj", "attention": f"{parts_of(model)[1]}.attn"}
     counted = inside.get(part, inside["attention"])
     # The first pass that a block takes part in is the one in which the model is learned.
     with model.trace(PROMPTS[2], max_tokens=1, **GREEDY):
