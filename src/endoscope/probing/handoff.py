@@ -12,8 +12,9 @@ from torch import nn
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
 from endoscope.probing.limits import Limits
 from endoscope.probing.probe import NOTHING, Probe
-from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
+from endoscope.probing.rows import READS_ONLY, Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
+from endoscope.probing.skip import Skips
 from endoscope.probing.state import tracked
 from endoscope.probing.turns import Turns
 from endoscope.probing.wrappers import Arguments, Wrappers
@@ -35,7 +36,8 @@ class Handoffs:
         for path, module in model.named_modules(remove_duplicate=False):
             outer = self.stations.get(path.rpartition(".")[0]) if path else None
             self.stations[path] = Station(path, module, outer)
-        self.wrappers = Wrappers(self.stations, self._enter, self._leave)
+        self.skips = Skips(self)
+        self.wrappers = Wrappers(self.stations, self._enter, self._leave, self.skips)
         self.logits = Site("logits", "logits")
         self.samples = Site("samples", "samples")
         self.next_step = Site("the next step", "step")
@@ -43,12 +45,14 @@ class Handoffs:
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
-        """Modules that a block must not call, since they keep something between calls."""
+        """Modules that keep something for the requests between calls, or hold one that does."""
         self.running = False
         """Whether modules run in the current step, rather than what comes behind them."""
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
-    def begin(self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int) -> None:
+    def begin(
+        self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int, rows: int | None = None
+    ) -> None:
         """A step begins: tell each probe its rows, start the new ones and wake those that wait for it.
 
         Args:
@@ -56,9 +60,11 @@ class Handoffs:
                 for them, as all but the first parts of a prompt do.
             tokens: rows of the step's token tensors.
             requests: rows of its logits.
+            rows: how many of the rows of its token tensors are requests'; ``None`` for all of them.
         """
         self.step = Step(tokens, requests)
         self._last_layout = [], self._last_layout[1]
+        self.skips.begin(tokens if rows is None else rows)
         pairs = tuple(probes)
         self.probes = tuple(probe for probe, _, _ in pairs)
         self.running = True
@@ -67,6 +73,8 @@ class Handoffs:
             probe.samples = samples
             probe.position = -1
             probe.in_step = True
+            if probe.lacks:
+                self.skips.watch(probe)
             if probe.dead:
                 continue
             if not probe:
@@ -97,6 +105,7 @@ class Handoffs:
                 # It keeps its place for the next part of the prompt, and takes no part in steps without it.
                 site.waiting.remove(probe)
         self.probes = ()
+        self.skips.end()
         self._last_layout = [], self._last_layout[1]
 
     def visit(self, site: Site, value: Any) -> Any:
@@ -187,6 +196,7 @@ class Handoffs:
 
         Raises:
             OutOfOrderError: if it has.
+            NeverRanError: if it lies inside a module that the block has skipped in this step.
             SiteError: for the residual stream of a module that is no decoder layer.
         """
         if probe.finished:
@@ -197,7 +207,11 @@ class Handoffs:
                 f"element of the model's list of layers that takes hidden states has {site.kind}"
             )
         position = site.position
-        if position is None or position > probe.position:
+        if position is not None and position > probe.position:
+            return
+        if self.skips.done:
+            self.skips.refuse(probe, site)
+        if position is None:
             return
         if self.wrappers.clock is not None and site.station is not None:
             # The first pass is under way, and nobody knows yet whether it runs the module again.
@@ -238,7 +252,7 @@ class Handoffs:
         ]
 
     def _enter(self, station: Station, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        while station.enters:
+        while station.inputs.waiting or station.resid_pre.waiting:
             if station.inputs.waiting:
                 args, kwargs = self.visit(station.inputs, (args, kwargs))
             stream = station.stream
@@ -264,7 +278,8 @@ class Handoffs:
                 else:
                     output = self._stream(station.resid_post, output, None)[0]
         # Behind the logits, modules run for single requests (logits of prompts, say) and not for the step.
-        caches = [cache for cache in station.caches if cache.probe.in_step and self.running]
+        under = self.skips.under
+        caches = [c for c in station.caches if c.probe.in_step and self.running and c.probe not in under]
         if caches:
             # One block may have several caches.
             probes = sorted({cache.probe for cache in caches}, key=_row)
@@ -288,12 +303,6 @@ class Handoffs:
             residual[start:stop] = 0
         return hidden, residual
 
-
-READS_ONLY = (
-    "{} was changed by a block that endoscope took for one that only reads, and whose keys and values other requests "
-    "may use, so the change is refused. This is a fault of endoscope: please report it, with the block. Until it is "
-    "mended, assign the changed value to its site, which is always known for a change"
-)
 
 _version = operator.attrgetter("_version")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from endoscope.probing.handoff import Handoffs
+    from endoscope.probing.site import Station
 
 NOTHING: Any = object()
 
@@ -88,6 +89,8 @@ class Probe(greenlet):
         self.kept: list[Kept] = []
         self.held = Held()
         self.edited = False
+        self.lacks: frozenset[Station] = frozenset()
+        """The modules that have not kept everything of the request, since the block has skipped them."""
         self.reads_only = False
         """Whether the block is known to change nothing, and others rely on that."""
         self.finished = False
@@ -285,6 +288,7 @@ class Probe(greenlet):
         self.held.clear()
         self.caches.clear()
         self.fixed = []
+        self.lacks = frozenset()
         self.aside = Aside()
         # Tracebacks hold the frames of the block, with the tensors in them and this probe itself.
         errors, seen = [self.error], set[int]()

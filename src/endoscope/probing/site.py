@@ -14,6 +14,7 @@ from endoscope.errors import ReplacementError
 if TYPE_CHECKING:
     from endoscope.probing.cache import Cache
     from endoscope.probing.probe import Probe
+    from endoscope.probing.skip import Form
 
 AFTER_THE_MODULES = 1 << 40
 """Position in a pass of the first site that lies behind every module."""
@@ -24,7 +25,7 @@ class Site:
 
     Attributes:
         name: the path below the model, such as ``model.layers.3.mlp.output``.
-        kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``logits``, ``samples`` or ``step``.
+        kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``skip``, ``logits``, ``samples`` or ``step``.
         limit: what its whole numbers have to stay below, as indices have to; ``None`` where anything goes.
         residual: whether it is one of the residual stream.
         station: the module that has the site; ``None`` for the sites of the engine.
@@ -73,6 +74,8 @@ class Station:
         entered, left: positions in the recorded order of a pass, or ``None`` if it was not seen to run.
         calls: how often the recorded pass ran it.
         caches: the caches that keep its output.
+        form: what it returned when that was last looked at, or ``None``.
+        lacking: probes of this step for which it has not kept everything that it would read.
     """
 
     __slots__ = (
@@ -81,8 +84,10 @@ class Station:
         "caches",
         "calls",
         "entered",
+        "form",
         "inputs",
         "inside",
+        "lacking",
         "left",
         "module",
         "outer",
@@ -90,6 +95,7 @@ class Station:
         "path",
         "resid_post",
         "resid_pre",
+        "skip",
         "view",
     )  # fmt: skip
 
@@ -102,7 +108,10 @@ class Station:
         self.output = Site(f"{dot}output", "output", self)
         self.resid_pre = Site(f"{dot}resid_pre", "resid_pre", self)
         self.resid_post = Site(f"{dot}resid_post", "resid_post", self)
+        self.skip = Site(f"{dot}skip", "skip", self)
         self.caches: list[Cache] = []
+        self.lacking: list[Probe] = []
+        self.form: Form | None = None
         self.inside = 0
         self.entered: int | None = None
         self.left: int | None = None
@@ -116,7 +125,7 @@ class Station:
         """A recorded pass enters the module."""
         self.calls += 1
         self.entered = clock
-        self.inputs.position = self.resid_pre.position = clock if self.calls == 1 else None
+        self.inputs.position = self.resid_pre.position = self.skip.position = clock if self.calls == 1 else None
 
     def leave(self, clock: int) -> None:
         """A recorded pass leaves the module."""
@@ -125,8 +134,8 @@ class Station:
 
     @property
     def enters(self) -> bool:
-        """Whether a probe waits for what the module is called with."""
-        return bool(self.inputs.waiting or self.resid_pre.waiting)
+        """Whether something is to be done before the module runs."""
+        return bool(self.inputs.waiting or self.resid_pre.waiting or self.skip.waiting or self.lacking)
 
     @property
     def leaves(self) -> bool:

@@ -210,7 +210,7 @@ class EngineProbes:
                     self.current.append(traced)
                     traced.seen = row.first + row.count
             start = stop
-        self.handoffs.begin(pairs, tokens, len(rows))
+        self.handoffs.begin(pairs, tokens, len(rows), start)
 
     def logits(self, value: torch.Tensor) -> torch.Tensor:
         """The step's logits, ``[requests, vocabulary]``."""
@@ -246,8 +246,8 @@ class EngineProbes:
             return
         if probe.stopped or probe.error is not None:
             self.over.setdefault(probe.request, True)
-        elif probe.caches:
-            # The block is over, and its caches go on to the end of the request.
+        elif probe.caches or probe.lacks:
+            # The block is over, but its caches go on to the end of the request, and so does what it has skipped.
             return
         else:
             self.quiet.append(probe.request)
