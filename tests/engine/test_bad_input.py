@@ -240,6 +240,8 @@ def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2}, UnsupportedError, "pipeline_parallel_size=2"),
         ({"data_parallel_size": 2}, UnsupportedError, "data_parallel_size=2"),
         ({"spec_tokens": 3}, UnsupportedError, "spec_tokens=3"),
+        ({"enable_dbo": True}, UnsupportedError, "enable_dbo=True"),
+        ({"kv_sharing_fast_prefill": True}, UnsupportedError, "kv_sharing_fast_prefill=True"),
         ({"scheduler_cls": "a.B"}, UnsupportedError, "scheduler_cls"),
         ({"runner": "pooling"}, UnsupportedError, "runner='pooling'"),
         ({"dtype": "float33"}, EngineArgumentError, "float33"),

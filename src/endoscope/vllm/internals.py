@@ -93,6 +93,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "worker_cls": ("auto",),
     "scheduler_cls": (),
     "async_scheduling": (False,),
+    # These run a step in parts, on threads or ranks of their own, or leave rows out of some layers.
+    "enable_dbo": (False,),
+    "ubatch_size": (0,),
+    "prefill_context_parallel_size": (1,),
+    "kv_sharing_fast_prefill": (False,),
+    "diffusion_config": (),
     "runner": ("auto", "generate"),
 }
 
