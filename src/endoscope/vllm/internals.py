@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -57,9 +58,9 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
         EngineArgumentError: for an argument that vLLM does not have.
         UnsupportedError: for a feature that cannot be traced yet.
     """
-    import dataclasses
     import difflib
 
+    import vllm.envs
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs if asynchronous else EngineArgs)}
@@ -73,6 +74,8 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
         if value is not None and value not in wanted:
             instead = f", or give {name}={wanted[0]!r}" if wanted else ""
             raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out{instead}")
+    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedError(_V2)
     arguments = {"enforce_eager": True, **options, "model": model}
     arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
     arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.make_scheduler"
@@ -86,15 +89,25 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "speculative_config": (),
     "spec_method": (),
     "spec_model": (),
+    "spec_tokens": (),
     "worker_cls": ("auto",),
     "scheduler_cls": (),
+    # These run a step in parts, on threads or ranks of their own, or leave rows out of some layers.
+    "enable_dbo": (False,),
+    "ubatch_size": (0,),
+    "prefill_context_parallel_size": (1,),
+    "kv_sharing_fast_prefill": (False,),
+    "diffusion_config": (),
     "runner": ("auto", "generate"),
 }
 
 
+_V2 = "vLLM's V2 model runner cannot be traced yet; set VLLM_USE_V2_MODEL_RUNNER=0 for its V1 runner"
+
+
 @contextlib.contextmanager
-def starting(model: str) -> Iterator[None]:
-    """Around the start of an engine: no ``__main__`` guard is needed, and a missing model is a clear error.
+def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Around the start of an engine: no ``__main__`` guard is needed, and what is not to be had is a clear error.
 
     A new process of Python imports the main module again if it can find its file, and would run a script
     once more; while the engine starts, it cannot.
@@ -116,9 +129,23 @@ def starting(model: str) -> Iterator[None]:
             ) from error
         if type(error).__name__ in ("ValidationError", "VLLMValidationError"):
             raise EngineArgumentError(f"vLLM refuses the engine's arguments: {error}") from error
+        if _chooses_v2(arguments):
+            raise UnsupportedError(_V2) from error
         raise
     finally:
         names.update(hidden)
+
+
+def _chooses_v2(arguments: Mapping[str, Any]) -> bool:
+    """Whether vLLM chooses its V2 runner by itself. The engine process cannot tell why it did not start."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    try:
+        given = EngineArgs(**{name: value for name, value in arguments.items() if name in names})
+        return bool(given.create_engine_config().use_v2_model_runner)
+    except Exception:
+        return False
 
 
 def _is_missing(error: BaseException | None) -> bool:
@@ -158,9 +185,14 @@ def check_config(llm: Any) -> None:
     """Refuse what turns out of the model's own configuration.
 
     Raises:
-        UnsupportedError: for a model that does not generate, or a runner that is not known.
+        UnsupportedError: for a model that does not generate, or one that brings a speculator with it.
     """
     config = _engine(llm).vllm_config
+    if config.num_speculative_tokens:
+        raise UnsupportedError(
+            f"{config.model_config.model} generates by speculation ({config.num_speculative_tokens} tokens ahead), "
+            f"which cannot be traced yet; name the model that it speculates for"
+        )
     if config.model_config.runner_type != "generate":
         raise UnsupportedError(
             f"{config.model_config.model} is a {config.model_config.runner_type} model; only models that generate "
@@ -290,6 +322,11 @@ def process(llm: Any, request: str, prompt: Any, params: Any, salt: str | None, 
     engine.input_processor.assign_request_id(made)
     text = rendered.get("prompt")
     return made, text if isinstance(text, str) else None
+
+
+def prompt_length(made: Any) -> int:
+    """How many tokens a request's prompt has; of one that is given as embeddings, how many rows."""
+    return len(made.prompt_embeds if made.prompt_token_ids is None else made.prompt_token_ids)
 
 
 def fan_out(made: Any) -> tuple[Any, list[Any]]:
@@ -481,6 +518,79 @@ def token_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Rows of the token tensors that the model is called with, padding included."""
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
     return int(positions.shape[-1])
+
+
+def change_logits(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Put what ``change`` makes of a step's logits in their place, between the model's pass and the sampling."""
+    state = runner.execute_model_state
+    if state is not None:
+        runner.execute_model_state = state._replace(logits=change(state.logits))
+
+
+def after_sampling(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Let ``change`` have the tokens ``[requests, 1]`` of each step as soon as they are sampled.
+
+    That is before the sampler looks up their log-probabilities and ranks, so these are of the changed tokens.
+    """
+    import torch
+
+    sampler = runner.sampler
+    sample = sampler.sample
+
+    def sample_and_change(*args: Any, **kwargs: Any) -> Any:
+        tokens, processed = sample(*args, **kwargs)
+        return change(tokens.to(torch.int32)[:, None])[:, 0], processed
+
+    sampler.sample = sample_and_change
+
+
+def refused_tokens(runner: Any, grammar: Any, tokens: Any, requests: Sequence[str]) -> list[tuple[str, int]]:
+    """Which of some requests have a token that the grammar of their structured output does not allow in this step."""
+    index = runner.input_batch.req_id_to_index
+    refused = []
+    for mask, request in zip(grammar.grammar_bitmask, grammar.structured_output_request_ids, strict=False):
+        if request in requests:
+            token = int(tokens[index[request], 0])
+            if not int(mask[token // 32]) >> token % 32 & 1:
+                refused.append((request, token))
+    return refused
+
+
+def own_adapters(runner: Any, turn_of: Callable[[], str | None]) -> None:
+    """Let a LoRA layer that a block calls apply the adapter of the block's request to all rows that it is given.
+
+    By itself it takes the rows for those of the step, and applies to each the adapter of the request whose row that
+    is. ``turn_of`` names the request whose block has the turn, if one has.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        return
+    import torch
+    from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
+
+    adapters = manager._adapter_manager
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def own_forward(*args: Any, **kwargs: Any) -> Any:
+            request = None if torch.compiler.is_compiling() else turn_of()
+            if request is None:
+                return forward(*args, **kwargs)
+            rows = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)).shape[0]
+            adapter = runner.requests[request].lora_request
+            ids = (0 if adapter is None else adapter.lora_int_id,) * rows
+            of_step = adapters._last_mapping
+            adapters.set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if of_step is not None:
+                    adapters.set_adapter_mapping(of_step)
+
+        return own_forward
+
+    for module in runner_model(runner).modules():
+        if isinstance(module, BaseLayerWithLoRA):
+            module.forward = wrapped(module.forward)
 
 
 def held_requests(runner: Any) -> Mapping[str, Any]:

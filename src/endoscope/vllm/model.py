@@ -223,7 +223,7 @@ class VLLM(Referenced):
                 f"VLLM_ENABLE_V1_MULTIPROCESSING=0 runs the engine in this process, and vLLM can have one there: "
                 f"{other!r} is it. Close that one first, or leave the variable unset"
             )
-        with internals.starting(self._name), self._limits.in_environment():
+        with internals.starting(self._name, arguments), self._limits.in_environment():
             engine: SyncEngine | AsyncEngine
             # No name for vLLM's engine here: exceptions that vLLM keeps hold this frame, and would hold the engine.
             if loop is None:

@@ -87,7 +87,7 @@ class Request:
             raise kind(f"vLLM refuses the request: {error}") from error
         if self.block is not None:
             longest, budget = internals.limits(llm)
-            tokens = len(made.prompt_token_ids or ())
+            tokens = internals.prompt_length(made)
             if tokens > budget:
                 raise PromptError(
                     f"the prompt has {tokens} tokens, and a step of this engine takes {budget}: a traced prompt is "

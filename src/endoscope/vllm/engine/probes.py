@@ -9,9 +9,10 @@ from pickle import PickleBuffer
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 
-from endoscope.errors import BlockError, PreemptionError
+from endoscope.errors import BlockError, PreemptionError, ReplacementError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
 from endoscope.probing.exits import refuse_exits
 from endoscope.probing.limits import too_much
@@ -224,6 +225,28 @@ class EngineProbes:
             if traced.probe.stopped or traced.probe.error is not None:
                 self.over.setdefault(traced.probe.request, False)
         return value
+
+    def edited(self) -> list[str]:
+        """The requests of the step whose blocks have changed something."""
+        return [traced.probe.request for traced in self.current if traced.probe.edited]
+
+    def refuse(self, request: str, token: int) -> None:
+        """End a request whose token its structured output does not allow, which only its block can bring about."""
+        probe = self.traced[request].probe
+        error = ReplacementError(
+            f"samples has token {token} in step {probe.step}, which the request's structured output does not allow "
+            f"there, so that it cannot go on: assign a token that fits, or leave a fitting one a finite logit"
+        )
+        if not probe.dead:
+            probe.fail(error)
+        probe.error = probe.error or error
+        self.over[request] = False
+
+    @staticmethod
+    def turn_of() -> str | None:
+        """The request whose block has the turn; ``None`` while it is the model's own."""
+        probe = getcurrent()
+        return probe.request if isinstance(probe, Probe) else None
 
     def end(self) -> tuple[dict[str, bool], list[str]]:
         """The step is over: report the blocks that ended in it.
