@@ -18,24 +18,30 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from oracle import TOLERANCE, distance
 from random_blocks import Expected, Program, RandomOracle, programs
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from endoscope.errors import BlockError, PreemptionError
 from endoscope.vllm import internals
 
 MODEL = "tiny-llama"
-_SMALL = {"dtype": "float32", "block_size": 32, "max_num_seqs": 4, "max_model_len": 64}
-_SPACE = {**_SMALL, "kv_cache_memory_bytes": 1 << 26}
+_ALL = {
+    "dtype": "float32",
+    "block_size": 32,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "kv_cache_memory_bytes": 1 << 26,
+}
 # Of the blocks of keys and values one is vLLM's own, and a request takes one or, beyond 32 tokens, two.
 ENGINES: dict[str, dict[str, Any]] = {
-    "cramped": {**_SMALL, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 4, "enable_prefix_caching": True},
-    "roomy": {**_SPACE, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
+    "cramped": {**_ALL, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 4, "enable_prefix_caching": True},
+    "roomy": {**_ALL, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
     "most cramped": {
-        **_SMALL,
+        **_ALL,
         "max_num_batched_tokens": 16,
         "num_gpu_blocks_override": 3,
         "enable_prefix_caching": False,
     },
-    "roomy with a cache": {**_SPACE, "max_num_batched_tokens": 48, "enable_prefix_caching": True},
+    "roomy with a cache": {**_ALL, "max_num_batched_tokens": 48, "enable_prefix_caching": True},
 }
 LONGEST = 8  # tokens that a request generates
 TIMEOUT = 30  # seconds; an example takes less than one
@@ -93,7 +99,8 @@ async def follow(number, model, given, changed):
     def take(output):
         (completion,) = output.outputs
         found["tokens"], found["finish"] = list(completion.token_ids), completion.finish_reason
-        found["emits"] += output.emits.get("row", [])
+        rows = output.emits.get("row", [])
+        found["emits"] += rows if isinstance(rows, list) else [rows]
         found["saves"] = output.saves
         given[number] += 1
         changed.set()
@@ -260,6 +267,11 @@ def _same(what: str, found: list[Any], expected: list[Any]) -> None:
             assert far <= TOLERANCE, f"{where} differs from the oracle's by {far:.2e} of its length"
         else:
             assert mine.tolist() == its.tolist(), f"{where} is {mine.tolist()} in place of {its.tolist()}"
+
+
+def preemptions() -> int:
+    """How many requests the engine that was built last has preempted."""
+    return sum(getattr(each, "value", 0) for each in get_metrics_snapshot() if each.name == "vllm:num_preemptions")
 
 
 async def _nothing_left(model: Any) -> None:

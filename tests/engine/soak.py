@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from random_blocks import RandomOracle
-from random_schedules import ENGINES, MODEL, Schedule, check, schedules
+from random_schedules import ENGINES, MODEL, Schedule, check, preemptions, schedules
 
 from endoscope import VLLM
 from tests.conftest import path_of
@@ -34,7 +34,9 @@ def main() -> None:
         with asyncio.Runner() as runner:
             ends, examples = soak(runner, name, its, until, dice)
         told = ", ".join(f"{count} {end}" for end, count in ends.most_common())
-        print(f"{name}: {examples} examples; of {ends.total()} requests {told}", flush=True)
+        print(
+            f"{name}: {examples} examples; of {ends.total()} requests {told}; {preemptions()} preemptions", flush=True
+        )
 
 
 def soak(runner: Any, name: str, its: RandomOracle, until: float, dice: random.Random) -> tuple[Counter[str], int]:

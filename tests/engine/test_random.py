@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_blocks import RandomOracle
-from random_schedules import ENGINES, MODEL, check, schedules
+from random_blocks import PLACES, Action, Program, RandomOracle
+from random_schedules import ENGINES, LONGEST, MODEL, Asked, Schedule, check, preemptions, schedules
 
 from endoscope import VLLM
 from tests.conftest import path_of
@@ -49,6 +49,17 @@ async def test_a_cramped_engine_gives_what_each_request_gives_alone(data: Any, c
     # contract: C2, C3, C5, C6, D1, F2, F3, F4
     schedule = data.draw(schedules(ENGINES["cramped"]["max_num_batched_tokens"]))
     await check(schedule, cramped, its, preempts=True)
+
+
+@pytest.mark.parametrize("how", ["read", "in place"])
+async def test_the_cramped_engine_does_preempt(how: str, cramped: Any, its: Any) -> None:  # contract: F4
+    """Three requests that need two blocks of keys and values each, of three that there are."""
+    block = Program(((Action(PLACES.index(("mlp", 1)), how, 0),),) * LONGEST)
+    asked = Asked(story=0, length=30, tokens=LONGEST, program=block, after=None, abort=None)
+    before = preemptions()
+    ends = await check(Schedule((asked,) * 3), cramped, its, preempts=True)
+    assert preemptions() > before
+    assert set(ends) == ({"finished"} if how == "read" else {"finished", "preempted"})
 
 
 @EXAMPLES
