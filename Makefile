@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo test lint docs bench clean
+.PHONY: help env models demo test lint docs bench soak clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 16
@@ -27,6 +27,9 @@ docs: env  ## the documentation, in site/
 
 bench: models  ## the benchmarks
 	@.venv/bin/python -m benchmarks
+
+soak: models  ## random traces compared with the oracle, for MINUTES=10
+	@scripts/soak $(or $(MINUTES),10)
 
 clean:  ## removes everything that was made here, the environment and the models included
 	rm -rf .venv .models site build dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("sync", "stream", "handoff", "submit", "scheduler")
+ALONE = ("soak",)
+"""Measured only when they are asked for: they take long."""
+
+
+ENVIRONMENT = ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def main() -> None:
@@ -23,6 +28,10 @@ def main() -> None:
     options = _arguments()
     # Before torch is imported. Both sides' engine processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.only == "soak":
+        # oneDNN keeps every kernel that it compiles, one for each number of rows, up to 1024: with few of them, what
+        # else would grow is seen.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     signal.signal(signal.SIGTERM, _leave)
 
@@ -30,11 +39,13 @@ def main() -> None:
 
     # Where nothing says how wide the output is (a file, a pipe), the tables still fit on their lines.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    record: dict[str, Any] = {**_machine(), "arguments": vars(options) | {"out": str(options.out)}, "results": {}}
-    for part in PARTS:
-        if options.only not in (None, part):
-            continue
-        for model in [None] if part == "handoff" else options.model:
+    record: dict[str, Any] = {
+        **_machine(),
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "results": {},
+    }
+    for part in [options.only] if options.only else PARTS:
+        for model in [None] if part in ("handoff", *ALONE) else options.model:
             what = part if model is None else f"{part}, {model}"
             with console.status(what) as status:
 
@@ -60,9 +71,13 @@ def _leave(*_: Any) -> None:
 def _measure(
     part: str, model: str | None, options: argparse.Namespace, say: Callable[[str], object]
 ) -> tuple[dict[str, Any], Any]:
-    from benchmarks import handoff, report, scheduler, stream, submit, sync
+    from benchmarks import handoff, report, scheduler, soak, stream, submit, sync
 
     pairs, tokens = options.pairs, options.tokens
+    if part == "soak":
+        soaked = asyncio.run(soak.measure(soak.MODEL, options.traces or soak.TRACES, say))
+        options.picture.write_text(soak.picture(soaked))
+        return soaked, report.memory(f"{soak.MODEL}: resident memory in MB over traces of all kinds", soaked)
     if part == "handoff" or model is None:
         found = handoff.measure(pairs, say)
         return {"handoffs": found}, report.handoffs(found)
@@ -80,7 +95,7 @@ def _measure(
         measured = scheduler.measure(model, pairs, tokens, say)
         title = f"{model}: untraced requests under our scheduler; the last two against the same requests untraced"
         return measured, report.comparisons(title, measured["comparisons"])
-    measured = asyncio.run(submit.measure(model, options.traces, say))
+    measured = asyncio.run(submit.measure(model, options.traces or submit.TRACES, say))
     return measured, report.submitting(f"{model}: submitting", measured)
 
 
@@ -114,7 +129,7 @@ def _machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_before": os.getloadavg(),
         "versions": versions,
-        "environment": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING")},
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
 
 
@@ -130,11 +145,12 @@ def _arguments() -> argparse.Namespace:
     models = ("smollm2", "tiny-llama")
     parser.add_argument("--model", nargs="+", choices=models, default=list(models), help="default: both")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs of each comparison (5)")
-    parser.add_argument("--only", choices=PARTS, help="measure only this")
+    parser.add_argument("--only", choices=(*PARTS, *ALONE), help="measure only this; the soak runs only if asked for")
     parser.add_argument("--out", type=Path, default=Path("benchmarks.json"), help="where the JSON goes")
     parser.add_argument("--requests", type=int, help="requests of a run (32, for the stream 64)")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of each request (32)")
-    parser.add_argument("--traces", type=int, default=200, help="traces that are submitted (200)")
+    parser.add_argument("--traces", type=int, help="traces that are submitted (200, for the soak 10000)")
+    parser.add_argument("--picture", type=Path, default=Path("soak.svg"), help="where the soak's curves go")
     options = parser.parse_args()
     for name in ("pairs", "tokens", "traces", "requests"):
         value = getattr(options, name)

@@ -64,6 +64,21 @@ def submitting(title: str, found: dict[str, Any]) -> Table:
     return table
 
 
+def memory(title: str, found: dict[str, Any]) -> Table:
+    """Return a table of each process's memory at some points of a soak."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    last = len(found["traces"]) - 1
+    looks = sorted({round(last * part) for part in (0, 0.05, 0.1, 0.25, 0.5, 0.75, 1)})
+    table.add_column("behind so many traces")
+    for look in looks:
+        table.add_column(f"{found['traces'][look]:,}", justify="right")
+    table.add_column("of 1000 more, at last", justify="right")
+    for process, held in found["memory"].items():
+        row = [f"{held[look] / 1e6:,.1f}" for look in looks]
+        table.add_row(process, *row, f"{found['growth'][process] / 1e6:+.2f}")
+    return table
+
+
 def _judged(text: str, reached: bool | None) -> str:
     if reached is None:
         return text
