@@ -6,10 +6,11 @@ from pathlib import Path
 KEPT = {
     *(f"A{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 14)),
     *(f"B{n}" for n in (1, 2, 3, 4)),
-    *(f"C{n}" for n in (1, 2, 3, 5, 7, 8)),
-    *(f"D{n}" for n in (1, 2, 3, 4, 6)),
+    *(f"C{n}" for n in range(1, 9)),
+    *(f"D{n}" for n in range(1, 7)),
+    *(f"F{n}" for n in range(1, 6)),
 }
-CASES = {1, 2, 3, 4, 5, 9, 10, 12, 16, 19, 20, 21, 24, 25, 26, 28, 30, 31, 32, 33, 34, 35, 36, 37}
+CASES = {*range(1, 15), 16, *range(18, 29), *range(30, 41)}
 
 
 def sources() -> str:
