@@ -57,9 +57,9 @@ async def plain_async(name: str) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def ours_async(name: str) -> AsyncIterator[VLLM]:
-    """Our engine, asynchronous, started."""
-    async with VLLM(workload.path(name), mode="async", **workload.options(name)) as model:
+async def ours_async(name: str, **options: Any) -> AsyncIterator[VLLM]:
+    """Our engine, asynchronous, started; with more engine arguments, if any."""
+    async with VLLM(workload.path(name), mode="async", **workload.options(name), **options) as model:
         yield model.start()
 
 

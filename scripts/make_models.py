@@ -1,12 +1,13 @@
 """Makes the small models of the demo, the tests and the benchmarks, in `.models/`.
 
 `smollm2` is SmolLM2-135M-Instruct, a real model, converted from a GGUF file that a Python package carries.
-`tiny-llama`, `tiny-gpt2` and `tiny-qwen3` have random weights and SmolLM2's tokenizer. A model that is up to date is
-left alone.
+`tiny-llama`, `tiny-gpt2` and `tiny-qwen3` have random weights and SmolLM2's tokenizer; `tiny-llama-lora` is an adapter
+for the first of them. A model that is up to date is left alone.
 """
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -44,6 +45,18 @@ TINY = {
 }
 # Wide enough that a tiny model's next token hangs on the whole prompt; with the usual 0.02 most prompts end alike.
 TINY_STD = 0.2
+# What the adapter changes: every linear module of a layer, and the head. By name, how many features go in and come out.
+LORA = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (128, 64),
+    "self_attn.v_proj": (128, 64),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (128, 256),
+    "mlp.up_proj": (128, 256),
+    "mlp.down_proj": (256, 128),
+}
+LORA_RANK = 8
+LORA_ALPHA = 16
 
 
 class ModelError(Exception):
@@ -143,10 +156,39 @@ def make_tiny(name: str, folder: Path, models: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-# In this order: the tiny models take SmolLM2's tokenizer.
+def make_adapter(folder: Path, models: Path) -> None:
+    """A LoRA adapter in the files that PEFT writes; its weights are large enough to change what is said."""
+    import torch
+    from safetensors.torch import save_file
+
+    vocabulary = json.loads((models / "tiny-llama" / "config.json").read_text())["vocab_size"]
+    layers = range(LLAMA_LIKE["num_hidden_layers"])
+    shapes = {f"model.layers.{layer}.{name}": shape for layer in layers for name, shape in LORA.items()}
+    shapes["lm_head"] = (LLAMA_LIKE["hidden_size"], vocabulary)
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, (features_in, features_out) in shapes.items():
+        for part, shape in (("lora_A", (LORA_RANK, features_in)), ("lora_B", (features_out, LORA_RANK))):
+            weight = torch.empty(shape).normal_(0.0, TINY_STD / 2, generator=generator)
+            weights[f"base_model.model.{name}.{part}.weight"] = weight
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny-llama",
+        "r": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in shapes}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+# In this order: the tiny models take SmolLM2's tokenizer, and the adapter is one for a tiny model.
 RECIPES: dict[str, Callable[[Path, Path], None]] = {
     "smollm2": make_smollm2,
     **{name: partial(make_tiny, name) for name in TINY},
+    "tiny-llama-lora": make_adapter,
 }
 
 

@@ -23,8 +23,11 @@
         ├── SiteError               a place in the model that a block cannot stop at
         │   ├── UnknownModuleError  also AttributeError: the model has no such module
         │   ├── OutOfOrderError     the pass has already left that site
-        │   └── NeverRanError       the request ended and the site was never visited
+        │   └── NeverRanError       the site is never visited: its module did not run, or was skipped
         ├── ReplacementError        also ValueError: a replacement that does not fit the site
+        ├── MissingStateError       a module runs whose keys and values the block has skipped before
+        ├── StepTimeoutError        also TimeoutError: the block kept its turn for too long
+        ├── SaveLimitError          also MemoryError: the block keeps more bytes than it may
         └── PreemptionError         the engine preempted a request whose block had changed values
 
 Any other exception that a block raises reaches the caller as a class that is both
@@ -134,11 +137,25 @@ class OutOfOrderError(SiteError):
 
 
 class NeverRanError(SiteError):
-    """The request ended while the block waited for a site that was never visited."""
+    """The site is not visited: its module does not run in the step, or is skipped, or the request ended before."""
 
 
 class ReplacementError(BlockError, ValueError):
     """A replacement does not fit its site in rows, width or dtype."""
+
+
+class MissingStateError(BlockError):
+    """A module with attention runs for a request that has skipped it before, and whose keys and values it lacks."""
+
+
+class StepTimeoutError(BlockError, TimeoutError):
+    """The block took longer from one handoff to the next than ``step_timeout`` allows."""
+
+    __str__ = Exception.__str__
+
+
+class SaveLimitError(BlockError, MemoryError):
+    """The block keeps, or emits at once, more bytes than ``save_limit`` allows."""
 
 
 class PreemptionError(BlockError):

@@ -16,16 +16,23 @@ prompt, every later one runs one row. Reads and edits name a place by ``(part, l
 ``final_norm``
     the output of the norm behind the last layer; its layer is ``None``;
 ``logits``
-    those of the next token, ``[1, vocabulary]``; their layer is ``None``.
+    those of the next token, ``[1, vocabulary]``; their layer is ``None``;
+``all_logits``
+    those behind every row of the step, ``[rows, vocabulary]``; to be read only, and their layer is ``None``;
+``pattern``
+    a layer's attention, ``[heads, rows, tokens so far]``; to be read only.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -67,11 +74,13 @@ class Run:
 
 
 class Oracle:
-    """One checkpoint."""
+    """One checkpoint, with the weights of a LoRA adapter added to its own if one is given."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, adapter: str | None = None) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.model.eval()
+        if adapter is not None:
+            self._add(Path(adapter))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
         gpt2 = self.model.config.model_type == "gpt2"
         self._layers: Any = self.model.transformer.h if gpt2 else self.model.model.layers
@@ -82,6 +91,16 @@ class Oracle:
         self.width: int = self.model.config.hidden_size
         # Runs without an edit are asked for again and again.
         self._runs: dict[Any, Run] = {}
+
+    @torch.no_grad()
+    def _add(self, adapter: Path) -> None:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        weights = load_file(adapter / "adapter_model.safetensors")
+        for name in weights:
+            module, part, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+            if part == "lora_A":
+                product = weights[name.replace("lora_A", "lora_B")] @ weights[name]
+                self.model.get_submodule(module).weight += product * (config["lora_alpha"] / config["r"])
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -124,12 +143,18 @@ class Oracle:
 
         wanted = {*run.values, *((edit.part, edit.layer) for edit in edits)}
         handles = [handle for place in wanted if (handle := self._hook(place, at)) is not None]
+        patterns = any(part == "pattern" for part, _ in wanted)
         cache = DynamicCache()
         feed = ids
         try:
             for step in range(steps):
-                logits = self.model(torch.tensor([feed]), past_key_values=cache, use_cache=True).logits[0, -1:]
-                logits = at(("logits", None), logits)
+                made = self.model(
+                    torch.tensor([feed]), past_key_values=cache, use_cache=True, output_attentions=patterns
+                )
+                at(("all_logits", None), made.logits[0])
+                for layer, pattern in enumerate(made.attentions or ()):
+                    at(("pattern", layer), pattern[0])
+                logits = at(("logits", None), made.logits[0, -1:])
                 token = int(logits.argmax())
                 token = forced.get(step, token)
                 run.tokens.append(token)
@@ -147,7 +172,7 @@ class Oracle:
 
     def _hook(self, place: Place, at: Callable[[Place, Tensor], Tensor]) -> Any:
         part, index = place
-        if part == "logits":
+        if part in ("logits", "all_logits", "pattern"):
             return None
 
         def after(_: Any, __: Any, output: Any) -> Any:

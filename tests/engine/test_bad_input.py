@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,7 +239,9 @@ def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
         ({"max_model_lenn": 5}, EngineArgumentError, "max_model_len"),
         ({"pipeline_parallel_size": 2}, UnsupportedError, "pipeline_parallel_size=2"),
         ({"data_parallel_size": 2}, UnsupportedError, "data_parallel_size=2"),
-        ({"speculative_config": {"method": "ngram"}}, UnsupportedError, "speculative_config"),
+        ({"spec_tokens": 3}, UnsupportedError, "spec_tokens=3"),
+        ({"enable_dbo": True}, UnsupportedError, "enable_dbo=True"),
+        ({"kv_sharing_fast_prefill": True}, UnsupportedError, "kv_sharing_fast_prefill=True"),
         ({"scheduler_cls": "a.B"}, UnsupportedError, "scheduler_cls"),
         ({"runner": "pooling"}, UnsupportedError, "runner='pooling'"),
         ({"dtype": "float33"}, EngineArgumentError, "float33"),
@@ -249,6 +252,56 @@ def test_case_06_engine_arguments(options: dict[str, Any], error: type[Exception
     with pytest.raises(error) as caught:
         VLLM(path_of("tiny-llama"), **{**options_of("tiny-llama"), **options}).start()
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_speculative_decoding_is_refused_by_name(mode: Any) -> None:  # contract: F5
+    """Before an engine starts, and saying what to do."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    model = VLLM(path_of("tiny-llama"), mode=mode, speculative_config=config, **options_of("tiny-llama"))
+    with pytest.raises(UnsupportedError, match=r"speculative_config=.*ngram.*leave it out"):
+        model.start()
+    assert model._engine is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_case_06_pipeline_parallelism_is_refused_by_name(mode: Any) -> None:  # contract: F5
+    """Also by the first trace of a model that was not started: before the trace is submitted."""
+    model = VLLM(path_of("tiny-llama"), mode=mode, pipeline_parallel_size=2, **options_of("tiny-llama"))
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_size=2"), model.trace(PROMPTS[0], max_tokens=1):
+        model.logits.save()
+    assert model._engine is None
+
+
+# contract: F5
+async def test_case_18_a_runner_that_is_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The V2 runner before an engine starts, or where vLLM chose it by itself; any other by its class."""
+    from endoscope.vllm import internals
+
+    class Runner:
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"test_bad_input\.Runner"):
+        internals.check_runner(Runner())
+    model = VLLM(path_of("tiny-llama"), **options_of("tiny-llama"))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        model.start()
+    assert model._engine is None
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+
+    def not_started(arguments: Any) -> Any:
+        # What an engine process that has refused its runner looks like from here.
+        raise RuntimeError("Engine core initialization failed")
+
+    monkeypatch.setattr(internals, "build_sync", not_started)
+    with pytest.raises(RuntimeError, match="initialization failed") as caught:
+        model.start()
+    assert not isinstance(caught.value, UnsupportedError)
+    chosen = SimpleNamespace(use_v2_model_runner=True)
+    monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs.create_engine_config", lambda self: chosen)
+    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        model.start()
 
 
 @pytest.mark.skipif(os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0", reason="needs the engine in this process")

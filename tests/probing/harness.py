@@ -278,11 +278,13 @@ class Engine:
         self.tracer = BlockTracer(self.handoffs)
         self.after_begin: Callable[[], None] | None = None
         self.step = 0
+        self.padding = 0
+        """Rows of each step that are no request's."""
 
-    def probe(self, block: str, relay: Any = None, **values: Any) -> Probe:
+    def probe(self, block: str, send: Any = None, **values: Any) -> Probe:
         """A probe that runs the block; ``model`` and ``tracer`` are among its names."""
         namespace = {"model": self.model, "tracer": self.tracer, "torch": torch, **values}
-        return Probe(compiled(block), namespace, self.handoffs, "request", relay)
+        return Probe(compiled(block), namespace, self.handoffs, "request", send)
 
     def run(self, *requests: Request, check: bool = True) -> Any:
         """Run the requests until each has its tokens; with ``check``, raise the first error of a block.
@@ -342,7 +344,10 @@ class Engine:
             makes.append(request.done == len(known))
             if request.probe is not None:
                 pairs.append((request.probe, Span(start, len(ids), row), makes[-1]))
-        self.handoffs.begin(pairs, len(ids), len(batch))
+        rows = len(ids)
+        ids += [0] * self.padding
+        positions += [0] * self.padding
+        self.handoffs.begin(pairs, len(ids), len(batch), rows)
         if self.after_begin is not None:
             self.after_begin()
         with torch.inference_mode():

@@ -359,7 +359,7 @@ def test_a_block_that_recurses_without_end() -> None:
 # Prints and warnings.
 
 
-def test_prints_and_warnings_go_to_the_relay() -> None:
+def test_prints_and_warnings_go_home() -> None:
     # contract: D4
     out, err, show = sys.stdout, sys.stderr, warnings.showwarning
     inside: list[Any] = []
@@ -381,9 +381,9 @@ def test_prints_and_warnings_go_to_the_relay() -> None:
     )
     with warnings.catch_warnings():
         Engine(llama()).run(request)
-    request.probe.output.flush()
-    request.probe.output.flush()
-    request.probe.errors.flush()
+    for lines in request.probe.lines.values():
+        lines.close()
+        lines.close()
     prints = [content for stream, content in request.printed if stream == "stdout"]
     assert prints == ["one 2 three\nfour", "five", "six"]
     assert [content for stream, content in request.printed if stream == "stderr"] == ["oops"]
@@ -409,6 +409,28 @@ def test_prints_of_two_blocks_do_not_mix() -> None:
     Engine(llama()).run(first, second)
     assert first.printed == [("stdout", f"a {step}.") for step in range(3)]
     assert second.printed == [("stdout", f"b {step}.") for step in range(3)]
+
+
+def test_a_handler_of_logging_prints_for_the_block_that_has_the_turn() -> None:
+    # contract: D4
+    block = """
+        import logging
+        logger = logging.getLogger(name)
+        logger.addHandler(handlers.setdefault(0, logging.StreamHandler(__import__("sys").stdout)))
+        model.logits
+        logger.error(name)
+        """
+    handlers: dict[int, Any] = {}
+    requests = [Request([3], block, values={"name": name, "handlers": handlers}) for name in ("one", "two")]
+    Engine(llama()).run(*requests)
+    assert [request.printed for request in requests] == [[("stdout", "one")], [("stdout", "two")]]
+
+
+def test_a_block_writes_bytes_to_its_output() -> None:
+    # contract: D4
+    request = Request([3], "import sys\nsys.stdout.buffer.write('é\\n'.encode())\nsys.stdout.flush()")
+    Engine(llama()).run(request)
+    assert request.printed == [("stdout", "é")]
 
 
 def test_a_filter_of_warnings_stays_in_its_block() -> None:

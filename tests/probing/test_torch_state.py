@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import HIDDEN, Engine, Gives, Request, Small, llama, made, plain, run, same
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 GETS: dict[str, str] = {
     "grad": "torch.is_grad_enabled()",
@@ -82,6 +83,20 @@ def _unchanged() -> Iterator[None]:
     assert _get_current_function_mode_stack() == []
     assert getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is None
     assert torch.utils._device.CURRENT_DEVICE is None
+
+
+seen: list[list[float]] = []
+
+
+def draws(hidden: torch.Tensor) -> torch.Tensor:
+    """What a module does that draws a random number."""
+    seen[-1].append(torch.rand(1).item())
+    return hidden * 1
+
+
+def body(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A model of one module."""
+    return model.a(hidden)  # type: ignore[no-any-return]
 
 
 def watching() -> tuple[Any, list[dict[str, Any]]]:
@@ -207,6 +222,99 @@ def test_a_mode_of_the_block_does_not_see_the_model() -> None:
         mine=mine,
     )
     assert list(saves.values()) == [[0, 1, 0]]
+
+
+class Dispatches(TorchDispatchMode):
+    """A dispatch mode that counts the operations in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return function(*args, **kwargs or {})
+
+
+def test_a_dispatch_mode_of_the_block_does_not_see_the_model() -> None:
+    # contract: C1
+    model, _ = watching()
+    mine = Dispatches()
+    other = Request([5], "for _ in tracer.iter[:]:\n    model.a.output + 1\n    model.b.output + 1")
+    request = Request(
+        [3],
+        """
+        with mine:
+            torch.zeros(1)
+            before = mine.calls
+            model.a.output
+            model.c.output
+            between = mine.calls - before
+            torch.zeros(1)
+        [before, between, mine.calls].save()
+        """,
+        values={"mine": mine},
+    )
+    Engine(model).run(request, other)
+    assert list(request.saves.values()) == [[1, 0, 2]]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_fake_tensor_mode_stays_in_its_block() -> None:
+    # contract: C1
+    model, _ = watching()
+    saves = run(
+        model,
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            made = type(torch.zeros(1)).__name__
+            model.a.output
+            again = type(torch.zeros(1)).__name__
+        [made, again, type(torch.zeros(1)).__name__].save()
+        """,
+    )
+    assert list(saves.values()) == [["FakeTensor", "FakeTensor", "Tensor"]]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+# contract: D5
+@pytest.mark.parametrize("does", ["torch.manual_seed(7)", "torch.rand(5)", "torch.default_generator.seed()", "pass"])
+def test_the_engines_random_numbers_are_its_own(does: str) -> None:
+    drawn: list[float] = []
+    model = made(lambda: Small(body, a=Gives(draws)))
+
+    def sequence(*blocks: str) -> list[float]:
+        drawn.clear()
+        torch.manual_seed(11)
+        seen.append(drawn)
+        Engine(model).run(*(Request([3], block, 3) for block in blocks))
+        return list(drawn)
+
+    block = f"for _ in tracer.iter[:]:\n    model.a.output\n    {does}\n    model.logits\n    {does}"
+    assert sequence(block, block) == sequence("pass")
+
+
+# contract: D5
+def test_a_blocks_random_numbers_are_its_own() -> None:
+    block = """
+        torch.manual_seed(seed)
+        found = [torch.rand(1).item()].save()
+        for _ in tracer.iter[:]:
+            model.a.output
+            found.append(torch.rand(1).item())
+        """
+    model, _ = watching()
+    requests = [Request([3], block, 3, values={"seed": seed}) for seed in (1, 2, 1)]
+    Engine(model).run(*requests)
+    expected = {}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected[seed] = [torch.rand(1).item() for _ in range(4)]
+    assert [request.saves["found"] for request in requests] == [expected[1], expected[2], expected[1]]
+    unseeded = [Request([3], "found = torch.rand(4).save()") for _ in range(2)]
+    Engine(model).run(*unseeded)
+    assert not torch.equal(unseeded[0].saves["found"], unseeded[1].saves["found"])
 
 
 @pytest.mark.parametrize("name", SETS)

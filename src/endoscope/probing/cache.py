@@ -18,14 +18,26 @@ class Cache:
         self.probe = probe
         self.stations = stations
         self.visits: dict[str, list[tuple[Copy, int]]] = {station.path: [] for station in stations}
+        self.bytes = 0
+        """Of the rows that are kept."""
         for station in stations:
             station.caches.append(self)
 
-    def close(self) -> None:
-        """Keep no more visits."""
+    def add(self, path: str, copy: Copy, index: int) -> None:
+        """Keep a visit."""
+        self.visits[path].append((copy, index))
+        for base, cuts in zip(copy.bases, copy.cuts, strict=True):
+            rows = (len(base) if base.dim() else 1) if cuts is None else cuts[2][cuts[3][index]]
+            self.bytes += base.nbytes // max(len(base), 1) * rows if base.dim() else base.nbytes
+
+    def close(self, view: Any = None) -> bool:
+        """Keep no more visits; with a view, only if it is this cache's. Whether it was closed."""
+        if view is not None and getattr(view, "cache", None) is not self:
+            return False
         for station in self.stations:
             if self in station.caches:
                 station.caches.remove(self)
+        return True
 
     def values(self) -> dict[str, list[Any]]:
         """The kept outputs by module path, one for each visit, in order."""

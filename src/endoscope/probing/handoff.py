@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
-from endoscope.probing.probe import NOTHING, Engine, Probe, set_streams
-from endoscope.probing.rows import Copy, Edit, Layout, Span, Step, matched
+from endoscope.probing.limits import Limits
+from endoscope.probing.probe import NOTHING, Probe
+from endoscope.probing.rows import READS_ONLY, Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
+from endoscope.probing.skip import Skips
 from endoscope.probing.state import tracked
+from endoscope.probing.turns import Turns
 from endoscope.probing.wrappers import Arguments, Wrappers
 
 
@@ -33,19 +36,23 @@ class Handoffs:
         for path, module in model.named_modules(remove_duplicate=False):
             outer = self.stations.get(path.rpartition(".")[0]) if path else None
             self.stations[path] = Station(path, module, outer)
-        self.wrappers = Wrappers(self.stations, self._enter, self._leave)
+        self.skips = Skips(self)
+        self.wrappers = Wrappers(self.stations, self._enter, self._leave, self.skips)
         self.logits = Site("logits", "logits")
         self.samples = Site("samples", "samples")
         self.next_step = Site("the next step", "step")
+        self.limits = Limits.given()
         self.step = Step(0, 0)
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
-        """Modules that a block must not call, since they keep something between calls."""
+        """Modules that keep something for the requests between calls, or hold one that does."""
         self.running = False
         """Whether modules run in the current step, rather than what comes behind them."""
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
-    def begin(self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int) -> None:
+    def begin(
+        self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int, rows: int | None = None
+    ) -> None:
         """A step begins: tell each probe its rows, start the new ones and wake those that wait for it.
 
         Args:
@@ -53,9 +60,11 @@ class Handoffs:
                 for them, as all but the first parts of a prompt do.
             tokens: rows of the step's token tensors.
             requests: rows of its logits.
+            rows: how many of the rows of its token tensors are requests'; ``None`` for all of them.
         """
         self.step = Step(tokens, requests)
         self._last_layout = [], self._last_layout[1]
+        self.skips.begin(tokens if rows is None else rows)
         pairs = tuple(probes)
         self.probes = tuple(probe for probe, _, _ in pairs)
         self.running = True
@@ -64,6 +73,8 @@ class Handoffs:
             probe.samples = samples
             probe.position = -1
             probe.in_step = True
+            if probe.lacks:
+                self.skips.watch(probe)
             if probe.dead:
                 continue
             if not probe:
@@ -84,6 +95,8 @@ class Handoffs:
             self.wrappers.recording_ends()
         for probe in self.probes:
             probe.in_step = False
+            if probe.kept:
+                probe.check_kept()
             if probe.samples:
                 while not probe.dead and (site := probe.site) is not None and site is not self.next_step:
                     probe.fail(self._missed(probe, site))
@@ -92,6 +105,7 @@ class Handoffs:
                 # It keeps its place for the next part of the prompt, and takes no part in steps without it.
                 site.waiting.remove(probe)
         self.probes = ()
+        self.skips.end()
         self._last_layout = [], self._last_layout[1]
 
     def visit(self, site: Site, value: Any) -> Any:
@@ -119,24 +133,20 @@ class Handoffs:
         while site.waiting:
             probes, site.waiting = site.waiting, []
             position = site.position
-            guards: list[Any] = []
-            engine = Engine.now(guards)
-            try:
-                with tracked():
-                    copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
-                    for index, probe in enumerate(probes):
-                        view, parts = copy.view(index)
-                        if position is not None:
-                            probe.position = position
-                        probe.fixed = copy.nobodys(parts)
-                        probe.turn(view, engine=engine)
-                        if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
-                            edit = edit or Edit(value, self.step)
-                            self._collect(probe, site, view, parts, edit)
-                    while guards:
-                        guards.pop().__exit__(None, None, None)
-            finally:
-                set_streams(engine.streams)
+            with Turns() as turns:
+                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
+                for index, probe in enumerate(probes):
+                    view, parts = copy.view(index)
+                    if position is not None:
+                        probe.position = position
+                    probe.fixed = copy.nobodys(parts)
+                    if probe.reads_only:
+                        probe.read(view)
+                    else:
+                        probe.turn(view, turns=turns)
+                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
+                        edit = edit or Edit(value, self.step)
+                        self._collect(probe, site, view, parts, edit)
         return edit if edit is not None and edit.fresh else None
 
     def _layout(self, probes: list[Probe]) -> Layout:
@@ -151,12 +161,15 @@ class Handoffs:
     def _collect(self, probe: Probe, site: Site, view: Any, parts: Sequence[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""
         try:
+            if probe.reads_only:
+                raise ReplacementError(READS_ONLY.format(site.name))
             # Matched anew: what was assigned may have been changed in place since.
             rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
             site.check(rows)
             pairs = enumerate(zip(parts, rows, strict=True))
             edit.write(probe.span, [(index, new) for index, (part, new) in pairs if new is not part or part._version])
-            probe.edited = True
+            # What is done to logits or samples is in the request's tokens, and is not lost with its keys and values.
+            probe.edited = probe.edited or site.station is not None
         except Exception as error:
             # Whatever a block made of its value is its own failure, never that of the engine's step.
             text = str(error) if isinstance(error, ReplacementError) else f"{type(error).__name__}: {error}"
@@ -170,16 +183,20 @@ class Handoffs:
 
     def wanted(self, probe: Probe, site: Site) -> None:
         """A probe has parked at the site: make the pass come by."""
-        if site is self.next_step or site.station is not None or probe.samples:
+        station = site.station
+        if station is not None:
             site.waiting.append(probe)
-        if site.station is not None:
-            self.wrappers.want(site.station)
+            if station not in self.wrappers.wanted:
+                self.wrappers.want(station)
+        elif probe.samples or site is self.next_step:
+            site.waiting.append(probe)
 
     def check(self, probe: Probe, site: Site) -> None:
         """Refuse a site that the current step has already left.
 
         Raises:
             OutOfOrderError: if it has.
+            NeverRanError: if it lies inside a module that the block has skipped in this step.
             SiteError: for the residual stream of a module that is no decoder layer.
         """
         if probe.finished:
@@ -190,7 +207,11 @@ class Handoffs:
                 f"element of the model's list of layers that takes hidden states has {site.kind}"
             )
         position = site.position
-        if position is None or position > probe.position:
+        if position is not None and position > probe.position:
+            return
+        if self.skips.done:
+            self.skips.refuse(probe, site)
+        if position is None:
             return
         if self.wrappers.clock is not None and site.station is not None:
             # The first pass is under way, and nobody knows yet whether it runs the module again.
@@ -231,7 +252,7 @@ class Handoffs:
         ]
 
     def _enter(self, station: Station, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        while station.enters:
+        while station.inputs.waiting or station.resid_pre.waiting:
             if station.inputs.waiting:
                 args, kwargs = self.visit(station.inputs, (args, kwargs))
             stream = station.stream
@@ -257,14 +278,15 @@ class Handoffs:
                 else:
                     output = self._stream(station.resid_post, output, None)[0]
         # Behind the logits, modules run for single requests (logits of prompts, say) and not for the step.
-        caches = [cache for cache in station.caches if cache.probe.in_step and self.running]
+        under = self.skips.under
+        caches = [c for c in station.caches if c.probe.in_step and self.running and c.probe not in under]
         if caches:
             # One block may have several caches.
             probes = sorted({cache.probe for cache in caches}, key=_row)
             with tracked():
                 copy = Copy(output, self._layout(probes))
             for cache in caches:
-                cache.visits[station.path].append((copy, probes.index(cache.probe)))
+                cache.add(station.path, copy, probes.index(cache.probe))
         return output
 
     def _stream(self, site: Site, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, Any]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from endoscope.errors import NeverRanError, ReplacementError, UsageError
-from endoscope.probing import state
+from endoscope.errors import NeverRanError, ReplacementError, SaveLimitError, UsageError
+from endoscope.probing.limits import Held, too_much
 from endoscope.probing.rows import NOBODYS, Span, matched, tensors
 from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
+from endoscope.probing.streams import Lines, Send, Turn
+from endoscope.probing.turns import Aside, Turns
 
 if TYPE_CHECKING:
     import torch
 
     from endoscope.probing.handoff import Handoffs
+    from endoscope.probing.site import Station
 
 NOTHING: Any = object()
 
@@ -46,7 +47,7 @@ class Probe(greenlet):
         namespace: the block's outside values by name; the block's own names are added to it.
         host: where the probe parks.
         request: vLLM's id of the request, for messages.
-        relay: called with ``(stream, text)`` for what the block prints, and with ``("warning", ...)``.
+        send: sends home what the block prints, warns and emits.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Probe(greenlet):
         namespace: dict[str, Any],
         host: Handoffs,
         request: str = "",
-        relay: Callable[[str, Any], None] | None = None,
+        send: Send | None = None,
     ) -> None:
         super().__init__(self._deep)
         self.code = code
@@ -64,9 +65,8 @@ class Probe(greenlet):
         """The namespace as the block found it."""
         self.host = host
         self.request = request
-        self.output = Relay(relay, "stdout") if relay else None
-        self.errors = Relay(relay, "stderr") if relay else None
-        self.relay = relay
+        self.send = send
+        self.lines = {name: Lines(send, name) for name in ("stdout", "stderr")} if send else {}
         self.step = 0
         """The generated step that the block is in: 0 for the pass over the prompt."""
         self.span = Span(0, 0, 0)
@@ -87,13 +87,17 @@ class Probe(greenlet):
         """Those of its tensors whose rows belong to no request."""
         self.replacement: Any = NOTHING
         self.kept: list[Kept] = []
+        self.held = Held()
         self.edited = False
+        self.lacks: frozenset[Station] = frozenset()
+        """The modules that have not kept everything of the request, since the block has skipped them."""
+        self.reads_only = False
+        """Whether the block is known to change nothing, and others rely on that."""
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]
         self.caches: list[Any] = []
-        self._state = state.FRESH
-        self._streams: tuple[Any, ...] | None = None
+        self.aside = Aside()
 
     # What runs in the probe's own greenlet.
 
@@ -122,7 +126,9 @@ class Probe(greenlet):
         """
         if self.last is site and self.holds:
             return self.value
-        self.host.check(self, site)
+        position = site.position
+        if position is None or position <= self.position or site.residual or self.finished:
+            self.host.check(self, site)
         value = self.park(site)
         self.last, self.holds, self.value, self.shown = site, True, value, value
         return value
@@ -134,9 +140,7 @@ class Probe(greenlet):
         self.site = site
         self.holds = False
         self.host.wanted(self, site)
-        parent = self.parent
-        assert parent is not None
-        return parent.switch()
+        return self.parent.switch()  # type: ignore[union-attr]
 
     def replace(self, site: Site, value: Any) -> None:
         """Put a value in the place of the site's, for this request's rows.
@@ -155,8 +159,37 @@ class Probe(greenlet):
         self.value = self.replacement = value if isinstance(value, (tuple, list, dict)) else rows[0] if rows else value
 
     def keep(self, text: str, value: Any, names: tuple[str, ...] = ()) -> None:
-        """Mark a value to be sent home."""
+        """Mark a value to be sent home.
+
+        Raises:
+            SaveLimitError: if the block now keeps more than it may.
+        """
         self.kept.append(Kept(text, value, names))
+        if (error := self._too_much()) is not None:
+            raise error
+
+    def check_kept(self) -> None:
+        """End the block if it keeps more than it may."""
+        error = self._too_much()
+        if error is not None and self.dead:
+            self.error = self.error or error
+        elif error is not None:
+            self.fail(error)
+
+    def _too_much(self) -> SaveLimitError | None:
+        limit = self.host.limits.save_limit
+        if not self.held.grown(self.kept, limit - self._cached()):
+            return None
+        error = too_much(self.held.total + self._cached(), limit)
+        # What was saved first, and is within the limit, goes home all the same.
+        while self.kept and self.held.grown(self.kept, limit - self._cached()):
+            dropped = self.kept.pop().value
+            self.caches = [cache for cache in self.caches if not cache.close(dropped)]
+            self.held.clear()
+        return error
+
+    def _cached(self) -> int:
+        return sum(cache.bytes for cache in self.caches) if self.caches else 0
 
     def next_step(self) -> bool:
         """Park until the request's next step begins; ``False`` if it has none."""
@@ -166,49 +199,45 @@ class Probe(greenlet):
 
     # What runs on the model's side.
 
-    def turn(self, value: Any = None, throw: BaseException | None = None, engine: Engine | None = None) -> None:
+    def turn(self, value: Any = None, throw: BaseException | None = None, turns: Turns | None = None) -> None:
         """Give the probe the turn, and take it back when it parks or ends.
 
-        What the block prints and warns meanwhile goes to the relay, and what it changes of torch's
+        What the block prints and warns meanwhile goes to its client, and what it changes of torch's
         modes and defaults is put aside until its next turn.
 
         Args:
             value: what the block has been waiting for.
             throw: what is raised in the block instead.
-            engine: what the engine has of all that, if the caller has asked for it and brings it back itself.
+            turns: those that this is one of, if the caller gives more than one.
         """
+        if turns is None:
+            with Turns() as turns:
+                self.turn(value, throw, turns)
+            return
         current = getcurrent()
         if self.parent is not current:
             self.parent = current
         self.site = None
         self.replacement = NOTHING
-        if throw is not None and not self and not self.dead:
+        if throw is None:
+            turns.give(self, self.switch, value)
+            return
+        if not self and not self.dead:
             # A greenlet that was never started would raise it here.
             if not isinstance(throw, GreenletExit):
                 self.error = throw
             throw = GreenletExit()
-        run, argument = (self.switch, value) if throw is None else (self.throw, throw)
-        streams, thread, guards = engine or Engine.now()
-        if self.relay is None:
-            self._state = state.switch(self._state, thread, guards, run, argument)
-            return
-        if self._streams is None:
-            # Which warnings are shown is for the caller's filters to say, not for the engine's.
-            every = [("always", None, Warning, None, 0)]
-            self._streams = self.output, self.errors, self._warn, every, streams[-1]
-        set_streams(self._streams)
-        try:
-            self._state = state.switch(self._state, thread, guards, run, argument)
-        finally:
-            self._streams = _streams()
-            if engine is None:
-                set_streams(streams)
+        turns.give(self, self.throw, throw)
 
-    def _warn(
-        self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        assert self.relay is not None
-        self.relay("warning", (str(message), category, filename, lineno))
+    def read(self, value: Any) -> None:
+        """As :meth:`turn`, with a value, for a probe of which it is known that it only reads.
+
+        Such a block changes nothing that would have to be put aside.
+        """
+        self.site = None
+        Turn.probe = self
+        self.switch(value)
+        Turn.probe = None
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the block, at the site where it is parked."""
@@ -256,9 +285,11 @@ class Probe(greenlet):
         self.namespace.clear()
         self.outside.clear()
         self.kept.clear()
+        self.held.clear()
         self.caches.clear()
         self.fixed = []
-        self._streams = None
+        self.lacks = frozenset()
+        self.aside = Aside()
         # Tracebacks hold the frames of the block, with the tensors in them and this probe itself.
         errors, seen = [self.error], set[int]()
         while errors:
@@ -289,70 +320,8 @@ BACKTRACE = 64
 _deepened = _deepened_block()
 
 
-def _streams() -> tuple[Any, ...]:
-    """Where prints and warnings go, and which warnings are shown: a block may redirect them for a while."""
-    return sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl  # type: ignore[attr-defined]
-
-
-class Engine(NamedTuple):
-    """What the engine has while no block has the turn: where it prints and warns, and its torch state."""
-
-    streams: tuple[Any, ...]
-    thread: state.Own
-    guards: list[Any] | None = None
-    """For a visit to many: what blocks leave on, to be left at its end."""
-
-    @classmethod
-    def now(cls, guards: list[Any] | None = None) -> Engine:
-        """As it is now."""
-        return cls(_streams(), state.own(), guards)
-
-
-def set_streams(streams: tuple[Any, ...]) -> None:
-    """Print and warn there."""
-    sys.stdout, sys.stderr, warnings.showwarning, warnings.filters, warnings._showwarnmsg_impl = streams  # type: ignore[attr-defined]
-
-
 ENDINGS = 8
 """How often a block that goes on after its request has ended is told so before it is dropped."""
-
-
-class Relay:
-    """A text stream that hands whole lines on to the client."""
-
-    encoding = "utf-8"
-    errors = "replace"
-
-    def __init__(self, relay: Callable[[str, Any], None], stream: str) -> None:
-        self._relay = relay
-        self._stream = stream
-        self._rest = ""
-
-    def write(self, text: str) -> int:
-        """Take text; what ends with a line break is sent at once."""
-        lines, newline, self._rest = (self._rest + text).rpartition("\n")
-        if newline:
-            self._relay(self._stream, lines)
-        return len(text)
-
-    def flush(self) -> None:
-        """Send what is left of a line without a line break."""
-        rest, self._rest = self._rest, ""
-        if rest:
-            self._relay(self._stream, rest)
-
-    def writelines(self, lines: Any) -> None:
-        """Write each of the strings."""
-        for line in lines:
-            self.write(line)
-
-    def isatty(self) -> bool:
-        """Never a terminal."""
-        return False
-
-    def writable(self) -> bool:
-        """Always."""
-        return True
 
 
 def current_probe(what: str) -> Probe:

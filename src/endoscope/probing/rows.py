@@ -241,6 +241,12 @@ def _odd(tensor: torch.Tensor) -> str:
 
 NOBODYS = "a tensor of shape {} has no rows of this request alone, so it can be read but not changed"
 
+READS_ONLY = (
+    "{} was changed by a block that endoscope took for one that only reads, and whose keys and values other requests "
+    "may use, so the change is refused. This is a fault of endoscope: please report it, with the block. Until it is "
+    "mended, assign the changed value to its site, which is always known for a change"
+)
+
 
 class Edit:
     """What blocks did to a value at one visit: rows written into a copy that takes the value's place.

@@ -14,6 +14,7 @@ from endoscope.errors import ReplacementError
 if TYPE_CHECKING:
     from endoscope.probing.cache import Cache
     from endoscope.probing.probe import Probe
+    from endoscope.probing.skip import Form
 
 AFTER_THE_MODULES = 1 << 40
 """Position in a pass of the first site that lies behind every module."""
@@ -24,14 +25,15 @@ class Site:
 
     Attributes:
         name: the path below the model, such as ``model.layers.3.mlp.output``.
-        kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``logits``, ``samples`` or ``step``.
+        kind: ``output``, ``inputs``, ``resid_pre``, ``resid_post``, ``skip``, ``logits``, ``samples`` or ``step``.
         limit: what its whole numbers have to stay below, as indices have to; ``None`` where anything goes.
         residual: whether it is one of the residual stream.
         station: the module that has the site; ``None`` for the sites of the engine.
         waiting: the probes parked here, in the order in which they came.
+        position: when a pass comes to the site, or ``None`` where that is not known or happens several times.
     """
 
-    __slots__ = ("_enters", "kind", "limit", "name", "residual", "station", "waiting")
+    __slots__ = ("kind", "limit", "name", "position", "residual", "station", "waiting")
 
     def __init__(self, name: str, kind: str, station: Station | None = None) -> None:
         self.name = name
@@ -42,7 +44,7 @@ class Site:
         self.limit = (
             getattr(station.module, "num_embeddings", None) if station is not None and kind == "inputs" else None
         )
-        self._enters = kind in ("inputs", "resid_pre")
+        self.position: int | None = AFTER_THE_MODULES + (kind == "samples") if station is None else None
 
     def check(self, rows: Sequence[torch.Tensor]) -> None:
         """Refuse indices that would be out of range.
@@ -62,16 +64,6 @@ class Site:
     def __repr__(self) -> str:
         return f"<Site {self.name}>"
 
-    @property
-    def position(self) -> int | None:
-        """When a pass comes to the site, or ``None`` where that is not known or happens several times."""
-        station = self.station
-        if station is None:
-            return AFTER_THE_MODULES + (self.kind == "samples")
-        if station.calls > 1:
-            return None
-        return station.entered if self._enters else station.left
-
 
 class Station:
     """One module under one of its names: its sites, what it is inside of, and when it runs in a pass.
@@ -82,6 +74,8 @@ class Station:
         entered, left: positions in the recorded order of a pass, or ``None`` if it was not seen to run.
         calls: how often the recorded pass ran it.
         caches: the caches that keep its output.
+        form: what it returned when that was last looked at, or ``None``.
+        lacking: probes of this step for which it has not kept everything that it would read.
     """
 
     __slots__ = (
@@ -90,8 +84,10 @@ class Station:
         "caches",
         "calls",
         "entered",
+        "form",
         "inputs",
         "inside",
+        "lacking",
         "left",
         "module",
         "outer",
@@ -99,6 +95,7 @@ class Station:
         "path",
         "resid_post",
         "resid_pre",
+        "skip",
         "view",
     )  # fmt: skip
 
@@ -111,7 +108,10 @@ class Station:
         self.output = Site(f"{dot}output", "output", self)
         self.resid_pre = Site(f"{dot}resid_pre", "resid_pre", self)
         self.resid_post = Site(f"{dot}resid_post", "resid_post", self)
+        self.skip = Site(f"{dot}skip", "skip", self)
         self.caches: list[Cache] = []
+        self.lacking: list[Probe] = []
+        self.form: Form | None = None
         self.inside = 0
         self.entered: int | None = None
         self.left: int | None = None
@@ -121,10 +121,21 @@ class Station:
         self.view: Any = None
         """What blocks see of the module, once one has asked."""
 
+    def enter(self, clock: int) -> None:
+        """A recorded pass enters the module."""
+        self.calls += 1
+        self.entered = clock
+        self.inputs.position = self.resid_pre.position = self.skip.position = clock if self.calls == 1 else None
+
+    def leave(self, clock: int) -> None:
+        """A recorded pass leaves the module."""
+        self.left = clock
+        self.output.position = self.resid_post.position = clock if self.calls == 1 else None
+
     @property
     def enters(self) -> bool:
-        """Whether a probe waits for what the module is called with."""
-        return bool(self.inputs.waiting or self.resid_pre.waiting)
+        """Whether something is to be done before the module runs."""
+        return bool(self.inputs.waiting or self.resid_pre.waiting or self.skip.waiting or self.lacking)
 
     @property
     def leaves(self) -> bool:

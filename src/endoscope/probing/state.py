@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, NamedTuple
 
 import torch
 from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled
 from torch._C import (
+    _get_dispatch_stack_at,
     _get_function_stack_at,
     _InferenceMode,
     _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
     _pop_torch_function_stack,
+    _push_on_torch_dispatch_stack,
     _push_on_torch_function_stack,
     _set_grad_enabled,
 )
@@ -22,11 +27,56 @@ AUTOCAST = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
-    """The function modes that are entered, outermost first, and what ``torch.set_default_device`` keeps beside them."""
+    """The function and dispatch modes that are entered, outermost first, and what keeps a default device."""
 
-    stack: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()
+    dispatches: tuple[Any, ...] = ()
     device: torch.device | None = None
     context: Any = None
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Those that are entered now."""
+        return cls(
+            tuple(map(_get_function_stack_at, range(_len_torch_function_stack()))),
+            tuple(map(_get_dispatch_stack_at, range(_len_torch_dispatch_stack()))),
+            _device.CURRENT_DEVICE,
+            getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        )
+
+    def put(self) -> None:
+        """Enter these in the place of those that are entered now."""
+        while count := _len_torch_dispatch_stack():
+            # A mode of torch's own (fake tensors, say) has a place of its own, which is part of the count.
+            _pop_torch_dispatch_stack(getattr(_get_dispatch_stack_at(count - 1), "_mode_key", None))
+        while _len_torch_function_stack():
+            _pop_torch_function_stack()
+        for mode in self.functions:
+            _push_on_torch_function_stack(mode)
+        for mode in self.dispatches:
+            _push_on_torch_dispatch_stack(mode)
+        _device.CURRENT_DEVICE = self.device
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = self.context
+
+
+_NO_MODES = Modes()
+
+
+class Autocast(NamedTuple):
+    """For each kind of device, whether it is on and what it casts to."""
+
+    kinds: tuple[tuple[bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> Autocast:
+        """As it is now."""
+        return cls(tuple((is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in AUTOCAST))
+
+    def put(self) -> None:
+        """Set it so."""
+        for kind, (enabled, dtype) in zip(AUTOCAST, self.kinds, strict=True):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 class TorchState(NamedTuple):
@@ -38,7 +88,7 @@ class TorchState(NamedTuple):
     grad: bool = False
     inference: bool = False
     dtype: torch.dtype | None = None
-    autocast: tuple[tuple[bool, torch.dtype], ...] | None = None
+    autocast: Autocast | None = None
     modes: Modes | None = None
 
 
@@ -62,106 +112,102 @@ class tracked:
 
 
 class Own(NamedTuple):
-    """What the thread itself has of all this, while no block has the turn."""
+    """What the thread itself has of all this, while no block has the turn; ``None`` is the usual state."""
 
     dtype: torch.dtype
-    autocast: tuple[tuple[bool, torch.dtype], ...] | None
-    cpu: torch.dtype
-    cuda: torch.dtype
+    autocast: Autocast
+    casts: bool
+    """Whether any autocast is on."""
     modes: Modes | None
 
+    @classmethod
+    def now(cls) -> Own:
+        """As it is now."""
+        modes = _len_torch_function_stack() or _len_torch_dispatch_stack()
+        return cls(get_default_dtype(), Autocast.now(), _is_any_autocast_enabled(), Modes.now() if modes else None)
 
-def own() -> Own:
-    """The thread's own state, as it is now."""
-    return Own(
-        get_default_dtype(),
-        _autocast() if _is_any_autocast_enabled() else None,
-        # While autocast is off, what it would cast to still counts: the next autocast takes it as its default.
-        get_autocast_dtype("cpu"),
-        get_autocast_dtype("cuda"),
-        # Without a function mode there is no default device either.
-        _modes() if _len_torch_function_stack() else None,
+
+def untouched(own: Own) -> bool:
+    """Whether a block that began :data:`FRESH` has left all of it as it was."""
+    return (
+        not is_grad_enabled()
+        and not is_inference_mode_enabled()
+        and get_default_dtype() is own.dtype
+        and (Autocast.now() == own.autocast if own.casts else not _is_any_autocast_enabled())
+        and (
+            Modes.now() == own.modes
+            if own.modes is not None
+            else not _len_torch_function_stack() and not _len_torch_dispatch_stack()
+        )
     )
 
 
-def switch(state: TorchState, thread: Own, guards: list[Any] | None, run: Any, *args: Any) -> TorchState:
-    """Call ``run(*args)`` with a block's state, then bring back the thread's own.
+def taken(own: Own) -> TorchState:
+    """What a block has made of it, with the thread's own brought back, all but the inference mode."""
+    grad, inference = is_grad_enabled(), is_inference_mode_enabled()
+    dtype = autocast = modes = None
+    if (found := get_default_dtype()) is not own.dtype:
+        dtype = found
+        torch.set_default_dtype(own.dtype)
+    if (casts := Autocast.now()) != own.autocast:
+        autocast = casts
+        own.autocast.put()
+    if (entered := Modes.now()) != (own.modes or _NO_MODES):
+        modes = entered
+        (own.modes or _NO_MODES).put()
+    return TorchState(grad, inference, dtype, autocast, modes)
 
-    Args:
-        state: the block's.
-        thread: what :func:`own` found before the block's turn.
-        guards: given inside of :class:`tracked`, where a block that begins with what is there needs no guard of its
-            own; receives one if it leaves inference mode on, to be left by the caller.
-        run: gives the block the turn.
+
+def resume(state: TorchState, own: Own, run: Any, argument: Any) -> TorchState:
+    """Call ``run(argument)`` with a block's state, and bring back the thread's own.
 
     Returns:
-        The block's state afterwards, to be given to the next call.
+        The block's state afterwards.
     """
-    dtype, autocast, cpu, cuda, modes = thread
-    if guards is not None and state is FRESH:
-        run(*args)
-        grad, inference = is_grad_enabled(), is_inference_mode_enabled()
-        found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
-        if inference:
-            guards.append(_InferenceMode(False))
-            guards[-1].__enter__()
-        if grad or inference:
-            _set_grad_enabled(False)
-    else:
-        # The guard also brings back whatever the block does to the gradient and inference modes.
-        with _InferenceMode(state.inference):
-            _set_grad_enabled(state.grad)
-            if state.dtype is not None:
-                torch.set_default_dtype(state.dtype)
-            if state.autocast is not None:
-                _set_autocast(state.autocast)
-            if state.modes is not None:
-                _set_modes(state.modes)
-            run(*args)
-            grad, inference = is_grad_enabled(), is_inference_mode_enabled()
-            # Read in here: the guard turns autocast off again, but leaves what it casts to.
-            found_autocast = _autocast() if autocast is not None or _is_any_autocast_enabled() else None
-    found = get_default_dtype()
-    found_modes = None
-    if found_autocast is not None:
-        before = autocast or ((False, cpu), (False, cuda))
-        if found_autocast == before:
-            found_autocast = None
-        else:
-            _set_autocast(before)
-    if modes is not None or _len_torch_function_stack():
-        found_modes = _modes()
-        if found_modes == (modes or Modes()):
-            found_modes = None
-        else:
-            _set_modes(modes or Modes())
-    if found == dtype:
-        if not grad and not inference and found_autocast is None and found_modes is None:
-            return FRESH
-        return TorchState(grad, inference, None, found_autocast, found_modes)
-    torch.set_default_dtype(dtype)
-    return TorchState(grad, inference, found, found_autocast, found_modes)
+    # The guard also brings back whatever the block does to the gradient and inference modes. Autocast goes with
+    # inference mode in it, so that is read before the guard is left.
+    with _InferenceMode(state.inference):
+        _set_grad_enabled(state.grad)
+        if state.dtype is not None:
+            torch.set_default_dtype(state.dtype)
+        if state.autocast is not None:
+            state.autocast.put()
+        if state.modes is not None:
+            state.modes.put()
+        run(argument)
+        return taken(own)
 
 
-def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    return tuple((is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in AUTOCAST)
+class Draws:
+    """The states of torch's global random number generators: of the processor, and of the current CUDA device."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        self._states = states
+
+    @classmethod
+    def now(cls) -> Draws:
+        """As they are now."""
+        return cls([(generator, generator.get_state()) for generator in _generators()])
+
+    @classmethod
+    def seeded(cls) -> Draws:
+        """Of a new seed, different for each call."""
+        states = []
+        for each in _generators():
+            new = torch.Generator(each.device)
+            new.manual_seed(secrets.randbits(63))
+            states.append((each, new.get_state()))
+        return cls(states)
+
+    def put(self) -> None:
+        """Set them so."""
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
-def _set_autocast(autocast: tuple[tuple[bool, torch.dtype], ...]) -> None:
-    for kind, (enabled, dtype) in zip(AUTOCAST, autocast, strict=True):
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-
-
-def _modes() -> Modes:
-    stack = tuple(_get_function_stack_at(index) for index in range(_len_torch_function_stack()))
-    return Modes(stack, _device.CURRENT_DEVICE, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
-
-
-def _set_modes(modes: Modes) -> None:
-    while _len_torch_function_stack():
-        _pop_torch_function_stack()
-    for mode in modes.stack:
-        _push_on_torch_function_stack(mode)
-    _device.CURRENT_DEVICE = modes.device
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = modes.context
+def _generators() -> list[torch.Generator]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+    return [torch.default_generator]

@@ -9,6 +9,7 @@ from typing import Any
 from endoscope.errors import NeverRanError, OutOfOrderError, UnknownModuleError, UnsupportedError, UsageError
 from endoscope.probing.cache import Cache
 from endoscope.probing.handoff import Handoffs
+from endoscope.probing.limits import CountedApart
 from endoscope.probing.probe import Probe, StopBlock, current_probe
 from endoscope.probing.saves import save
 from endoscope.probing.views import ModuleView, unknown
@@ -141,8 +142,8 @@ class BlockTracer(Referenced):
             SerializationError: if a value cannot travel.
         """
         probe = current_probe("tracer.emit()")
-        if probe.relay is not None:
-            probe.relay("emit", (probe.step, values))
+        if probe.send is not None:
+            probe.send("emit", (probe.step, values))
 
     def cache(self, modules: Iterable[Any] | Any = None) -> CacheView:
         """Keep the output of every further visit to the modules.
@@ -206,16 +207,16 @@ BARRIER = (
 )
 
 
-class CacheView(dict[str, list[Any]]):
+class CacheView(CountedApart, dict[str, list[Any]]):
     """The outputs that a block's cache has kept so far, by module path; filled when it is read or sent home."""
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
-        self._cache = cache
+        self.cache = cache
 
     def fill(self) -> CacheView:
         """Bring the mapping up to date."""
-        self.update(self._cache.values())
+        self.update(self.cache.values())
         return self
 
     def __getitem__(self, key: Any) -> list[Any]:

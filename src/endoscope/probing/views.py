@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from greenlet import getcurrent
+
 from endoscope.errors import SiteError, UnknownModuleError
 from endoscope.probing.handoff import Handoffs
-from endoscope.probing.probe import current_probe
+from endoscope.probing.probe import Probe, current_probe
 from endoscope.probing.site import Station
 from endoscope.tracing.serialize import Referenced
 
@@ -37,8 +39,10 @@ class ModuleView(Referenced):
         Reading it waits until the module has run in this step. The value can be edited in place, or
         another assigned.
         """
-        site = self._station.output
-        return current_probe(site.name).take(site)
+        site, probe = self._station.output, getcurrent()
+        if type(probe) is not Probe:
+            probe = current_probe(site.name)
+        return probe.take(site)
 
     @output.setter
     def output(self, value: Any) -> None:
@@ -84,6 +88,43 @@ class ModuleView(Referenced):
     @resid_post.setter
     def resid_post(self, value: Any) -> None:
         current_probe(self._station.resid_post.name).replace(self._station.resid_post, value)
+
+    def skip(self, value: Any) -> None:
+        """Give a value in the place of what the module would return, for this request's rows.
+
+        The rows of other requests are the module's own. Where every request of the step skips the module, it
+        does not run. (It does in the first pass that any block of the engine takes part in, in which the
+        order of the model is learned, and its result is thrown away.) What stands inside the module cannot be
+        asked for in the same step.
+
+        A skip stands in the order of the model where :attr:`input` does, which may be read before it, and
+        the block goes on behind the module, where :attr:`output` is what was given::
+
+            x = model.model.layers[3].mlp.input
+            model.model.layers[3].mlp.skip(torch.zeros_like(x))
+
+        A decoder layer is skipped with the residual stream behind it, as one tensor, also where it returns a
+        pair ``(hidden_states, residual)``; such a pair is taken as well, with a ``residual`` of ``None`` for
+        zeros. So this goes past a layer::
+
+            layer.skip(layer.resid_pre)
+
+        **Attention.** A module with attention that is skipped does not write the keys and values of the step's
+        tokens, or writes ones that are nobody's concern, as other requests have it. So it has to be
+        skipped in every later step too, or never run for this request again: a step in which it does
+        is the block's :class:`MissingStateError`, whoever else is in the batch. To replace the result in
+        some steps only, assign :attr:`output` or :attr:`resid_post`: then the module always runs.
+
+        Args:
+            value: of the structure and shapes of :attr:`output`, this request's rows of each tensor; of dtypes
+                that can be cast to its.
+
+        Raises:
+            ReplacementError: if the value does not fit.
+            OutOfOrderError: if the step is past the module's beginning already.
+        """
+        probe = current_probe(self._station.skip.name)
+        self._handoffs.skips.ask(probe, self._station, value)
 
     def get_submodule(self, path: str) -> ModuleView:
         """The module at a dotted path below this one, also where its name is that of an attribute of the view."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from greenlet import getcurrent
 from torch import nn
 
 from endoscope.probing.probe import Probe
 from endoscope.probing.site import Station
+
+if TYPE_CHECKING:
+    from endoscope.probing.skip import Skips
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -24,6 +27,7 @@ class Wrappers:
         stations: every module of the model, by path.
         enter: called with a station and its arguments before the module runs; gives the arguments back.
         leave: called with a station and its result after the module has run; gives the result back.
+        skips: called around a module that blocks skip.
     """
 
     def __init__(
@@ -31,9 +35,11 @@ class Wrappers:
         stations: dict[str, Station],
         enter: Callable[[Station, tuple[Any, ...], dict[str, Any]], Arguments],
         leave: Callable[[Station, Any], Any],
+        skips: Skips,
     ) -> None:
         self.enter = enter
         self.leave = leave
+        self.skips = skips
         self.stations: dict[nn.Module, list[Station]] = {}
         for station in stations.values():
             self.stations.setdefault(station.module, []).append(station)
@@ -89,7 +95,7 @@ class Wrappers:
         original: Callable[..., Any] = module.forward
         stations = self.stations[module]
         only = stations[0] if len(stations) == 1 else None
-        enter, leave = self.enter, self.leave
+        enter, leave, skips = self.enter, self.leave, self.skips
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # A block may call a module itself; that is no part of the pass.
@@ -100,18 +106,28 @@ class Wrappers:
                 return original(*args, **kwargs)
             if self.clock is not None:
                 self.clock += 1
-                station.calls += 1
-                station.entered = self.clock
+                station.enter(self.clock)
+            skipping = None
             if station.enters:
                 args, kwargs = enter(station, args, kwargs)
-            station.inside += 1
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                station.inside -= 1
+                if station.skip.waiting:
+                    skipping = skips.enter(station)
+                if station.lacking:
+                    skips.needed(station)
+            if skipping is None or skipping.runs:
+                station.inside += 1
+                try:
+                    output = original(*args, **kwargs)
+                finally:
+                    station.inside -= 1
+            else:
+                output = skipping.output
             if self.clock is not None:
                 self.clock += 1
-                station.left = self.clock
+                station.leave(self.clock)
+                skips.note(station, output)
+            if skipping is not None:
+                output = skips.leave(skipping, output)
             return leave(station, output) if station.leaves else output
 
         self.on[module] = module.__dict__.get("forward")

@@ -14,6 +14,7 @@ import msgspec
 
 from endoscope.errors import SerializationError
 from endoscope.tracing.names import lookup
+from endoscope.tracing.reads import reads_only
 from endoscope.tracing.rewrite import rewrite
 from endoscope.tracing.serialize import dumps
 
@@ -112,11 +113,13 @@ class Block:
         code: its text.
         values: the outside values: a dict by name, serialized.
         binds: the names that it binds; true where the function around it declares the name ``global``.
+        reads_only: whether it is known to change nothing of the model.
     """
 
     code: Code
     values: bytes
     binds: Mapping[str, bool]
+    reads_only: bool = False
 
     @classmethod
     def capture(cls, place: Place, frame: FrameType, references: Mapping[int, tuple[str, ...]]) -> Block:
@@ -146,7 +149,7 @@ class Block:
                         raise _unsendable(place, name, value, error) from error.__cause__
                     del values[name]
             data = dumps(values, references)
-        return cls(place.code, data, place.binds)
+        return cls(place.code, data, place.binds, reads_only(place.code, values, references))
 
 
 def _unsendable(place: Place, name: str, value: object, error: SerializationError) -> SerializationError:

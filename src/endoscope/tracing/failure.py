@@ -17,7 +17,8 @@ from endoscope.errors import BlockError, SerializationError
 from endoscope.tracing.messages import Failure, Frame
 from endoscope.tracing.serialize import dumps, loads
 
-_HERE = os.path.dirname(os.path.abspath(endoscope.__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.abspath(endoscope.__file__)) + os.sep
+"""Where the files of this package lie."""
 
 
 def take_apart(error: BaseException, depth: int = 0) -> Failure:
@@ -66,7 +67,7 @@ def _frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
     frames = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith(_HERE):
+        if not code.co_filename.startswith(PACKAGE):
             frames.append(Frame(clean_text(code.co_filename), traceback.tb_lineno, clean_text(code.co_qualname)))
         traceback = traceback.tb_next
     starts = [index for index, frame in enumerate(frames) if frame.name == "<block>"]
@@ -110,7 +111,10 @@ def _whole(failure: Failure, resolve: Callable[[tuple[str, ...]], Any]) -> BaseE
             return None
         both = joined(kind)
         # The user's own __init__ may take something else; the built-in one below it takes the arguments that it kept.
-        builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        # Of several, it is the one that keeps most in the object itself.
+        builtin: Any = max(
+            (base for base in kind.__mro__ if base.__module__ == "builtins"), key=lambda base: base.__basicsize__
+        )
         error: BaseException = builtin.__new__(both, *args)
         builtin.__init__(error, *args)
         for name, value in state.items():

@@ -12,6 +12,8 @@ from endoscope.tracing.block import Code
 class Submission(msgspec.Struct, frozen=True, array_like=True):
     """Client to engine, on the request itself: a block to run for it. Set by a backend, read by the engine's probes."""
 
+    reads_only: bool
+    """Whether the block is known to change nothing of the model. First, since the scheduler looks at nothing else."""
     home: str
     """Where what the block makes is sent to: the address of the client's inbox."""
     key: str
@@ -20,6 +22,12 @@ class Submission(msgspec.Struct, frozen=True, array_like=True):
     """The block."""
     values: bytes
     """Its outside values: a dict by name, as ``serialize.dumps`` makes it."""
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a :class:`Submission`."""
+
+    reads_only: bool
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +108,7 @@ Message = Ended | Printed | Warned | Emitted
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _submission: msgspec.msgpack.Decoder[Submission] = msgspec.msgpack.Decoder(Submission)
+_head: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -116,3 +125,11 @@ def decode(data: Any) -> Message:
 def decode_submission(data: Any) -> Submission:
     """The submission that a client put on a request."""
     return _submission.decode(data)
+
+
+def reads_only(data: Any) -> bool:
+    """Whether the block of an encoded submission is known to change nothing. What it holds is skipped, not decoded."""
+    try:
+        return _head.decode(data).reads_only
+    except msgspec.DecodeError:  # nothing that a backend made
+        return False

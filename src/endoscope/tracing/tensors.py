@@ -114,7 +114,9 @@ class Packer:
         runs: list[Run] = []
         for dtype, shape, tensors in self._runs:
             assert self._torch is not None
-            flat.setdefault(dtype, []).append(self._torch.stack(tensors).reshape(-1))
+            # Along a dimension that is there, joining is much cheaper than along a new one.
+            joined = self._torch.cat(tensors) if shape else self._torch.stack(tensors)
+            flat.setdefault(dtype, []).append(joined.reshape(-1))
             runs.append((str(dtype).removeprefix("torch."), tuple(shape), len(tensors)))
         buffers = []
         for parts in flat.values():

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import msgspec
 
 from endoscope.errors import EngineArgumentError, ModelNotFoundError, UnsupportedError, VersionError
+from endoscope.tracing.messages import reads_only
 
 SUPPORTED = ("0.32",)
 """The releases of vLLM that this release was seen to work with, by their first two numbers."""
@@ -56,9 +58,9 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
         EngineArgumentError: for an argument that vLLM does not have.
         UnsupportedError: for a feature that cannot be traced yet.
     """
-    import dataclasses
     import difflib
 
+    import vllm.envs
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs if asynchronous else EngineArgs)}
@@ -72,9 +74,11 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
         if value is not None and value not in wanted:
             instead = f", or give {name}={wanted[0]!r}" if wanted else ""
             raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out{instead}")
+    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedError(_V2)
     arguments = {"enforce_eager": True, **options, "model": model}
     arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
-    arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.Scheduler"
+    arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.make_scheduler"
     return arguments
 
 
@@ -85,16 +89,25 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "speculative_config": (),
     "spec_method": (),
     "spec_model": (),
+    "spec_tokens": (),
     "worker_cls": ("auto",),
     "scheduler_cls": (),
-    "async_scheduling": (False,),
+    # These run a step in parts, on threads or ranks of their own, or leave rows out of some layers.
+    "enable_dbo": (False,),
+    "ubatch_size": (0,),
+    "prefill_context_parallel_size": (1,),
+    "kv_sharing_fast_prefill": (False,),
+    "diffusion_config": (),
     "runner": ("auto", "generate"),
 }
 
 
+_V2 = "vLLM's V2 model runner cannot be traced yet; set VLLM_USE_V2_MODEL_RUNNER=0 for its V1 runner"
+
+
 @contextlib.contextmanager
-def starting(model: str) -> Iterator[None]:
-    """Around the start of an engine: no ``__main__`` guard is needed, and a missing model is a clear error.
+def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Around the start of an engine: no ``__main__`` guard is needed, and what is not to be had is a clear error.
 
     A new process of Python imports the main module again if it can find its file, and would run a script
     once more; while the engine starts, it cannot.
@@ -116,9 +129,23 @@ def starting(model: str) -> Iterator[None]:
             ) from error
         if type(error).__name__ in ("ValidationError", "VLLMValidationError"):
             raise EngineArgumentError(f"vLLM refuses the engine's arguments: {error}") from error
+        if _chooses_v2(arguments):
+            raise UnsupportedError(_V2) from error
         raise
     finally:
         names.update(hidden)
+
+
+def _chooses_v2(arguments: Mapping[str, Any]) -> bool:
+    """Whether vLLM chooses its V2 runner by itself. The engine process cannot tell why it did not start."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    try:
+        given = EngineArgs(**{name: value for name, value in arguments.items() if name in names})
+        return bool(given.create_engine_config().use_v2_model_runner)
+    except Exception:
+        return False
 
 
 def _is_missing(error: BaseException | None) -> bool:
@@ -158,9 +185,14 @@ def check_config(llm: Any) -> None:
     """Refuse what turns out of the model's own configuration.
 
     Raises:
-        UnsupportedError: for a model that does not generate, or a runner that is not known.
+        UnsupportedError: for a model that does not generate, or one that brings a speculator with it.
     """
     config = _engine(llm).vllm_config
+    if config.num_speculative_tokens:
+        raise UnsupportedError(
+            f"{config.model_config.model} generates by speculation ({config.num_speculative_tokens} tokens ahead), "
+            f"which cannot be traced yet; name the model that it speculates for"
+        )
     if config.model_config.runner_type != "generate":
         raise UnsupportedError(
             f"{config.model_config.model} is a {config.model_config.runner_type} model; only models that generate "
@@ -175,7 +207,9 @@ def _engine(llm: Any) -> Any:
 def limits(llm: Any) -> tuple[int, int]:
     """The longest sequence, and the most tokens of one step."""
     config = _engine(llm).vllm_config
-    return config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
+    batched = config.scheduler_config.max_num_batched_tokens
+    scheduled = config.scheduler_config.max_num_scheduled_tokens
+    return config.model_config.max_model_len, batched if scheduled is None else min(batched, scheduled)
 
 
 def tokenizer(llm: Any) -> Any:
@@ -288,6 +322,11 @@ def process(llm: Any, request: str, prompt: Any, params: Any, salt: str | None, 
     engine.input_processor.assign_request_id(made)
     text = rendered.get("prompt")
     return made, text if isinstance(text, str) else None
+
+
+def prompt_length(made: Any) -> int:
+    """How many tokens a request's prompt has; of one that is given as embeddings, how many rows."""
+    return len(made.prompt_embeds if made.prompt_token_ids is None else made.prompt_token_ids)
 
 
 def fan_out(made: Any) -> tuple[Any, list[Any]]:
@@ -481,19 +520,112 @@ def token_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return int(positions.shape[-1])
 
 
+def change_logits(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Put what ``change`` makes of a step's logits in their place, between the model's pass and the sampling."""
+    state = runner.execute_model_state
+    if state is not None:
+        runner.execute_model_state = state._replace(logits=change(state.logits))
+
+
+def after_sampling(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Let ``change`` have the tokens ``[requests, 1]`` of each step as soon as they are sampled.
+
+    That is before the sampler looks up their log-probabilities and ranks, so these are of the changed tokens.
+    """
+    import torch
+
+    sampler = runner.sampler
+    sample = sampler.sample
+
+    def sample_and_change(*args: Any, **kwargs: Any) -> Any:
+        tokens, processed = sample(*args, **kwargs)
+        return change(tokens.to(torch.int32)[:, None])[:, 0], processed
+
+    sampler.sample = sample_and_change
+
+
+def refused_tokens(runner: Any, grammar: Any, tokens: Any, requests: Sequence[str]) -> list[tuple[str, int]]:
+    """Which of some requests have a token that the grammar of their structured output does not allow in this step."""
+    index = runner.input_batch.req_id_to_index
+    refused = []
+    for mask, request in zip(grammar.grammar_bitmask, grammar.structured_output_request_ids, strict=False):
+        if request in requests:
+            token = int(tokens[index[request], 0])
+            if not int(mask[token // 32]) >> token % 32 & 1:
+                refused.append((request, token))
+    return refused
+
+
+def own_adapters(runner: Any, turn_of: Callable[[], str | None]) -> None:
+    """Let a LoRA layer that a block calls apply the adapter of the block's request to all rows that it is given.
+
+    By itself it takes the rows for those of the step, and applies to each the adapter of the request whose row that
+    is. ``turn_of`` names the request whose block has the turn, if one has.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        return
+    import torch
+    from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
+
+    adapters = manager._adapter_manager
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def own_forward(*args: Any, **kwargs: Any) -> Any:
+            request = None if torch.compiler.is_compiling() else turn_of()
+            if request is None:
+                return forward(*args, **kwargs)
+            rows = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)).shape[0]
+            adapter = runner.requests[request].lora_request
+            ids = (0 if adapter is None else adapter.lora_int_id,) * rows
+            of_step = adapters._last_mapping
+            adapters.set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if of_step is not None:
+                    adapters.set_adapter_mapping(of_step)
+
+        return own_forward
+
+    for module in runner_model(runner).modules():
+        if isinstance(module, BaseLayerWithLoRA):
+            module.forward = wrapped(module.forward)
+
+
 def held_requests(runner: Any) -> Mapping[str, Any]:
     """The requests that the runner has."""
     return runner.requests  # type: ignore[no-any-return]
 
 
-def mark_over(output: Any, over: dict[str, bool]) -> None:
-    """Put on a step's output which requests end with it; true where the step's token counts."""
-    output.endoscope_over = over
+def mark(output: Any, over: dict[str, bool], quiet: list[str]) -> None:
+    """Put on a step's output what the scheduler has to know of the blocks in it.
+
+    Args:
+        output: what the runner returns; where scheduling is asynchronous, that is a promise of the output.
+        over: the requests that end with the step; true where the step's token counts.
+        quiet: the requests that go on, and whose blocks have nothing to do with their later steps.
+    """
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    promise: Any = output
+    if not isinstance(output, AsyncModelRunnerOutput):
+        promise.endoscope = over, quiet
+        return
+    # The promise stays in this process, and is kept in another thread or later; only what it gives travels.
+    promised = promise.get_output
+
+    def get_output() -> Any:
+        result = promised()
+        result.endoscope = over, quiet
+        return result
+
+    promise.get_output = get_output
 
 
-def taken_over(output: Any) -> dict[str, bool]:
-    """What :func:`mark_over` put there."""
-    return getattr(output, "endoscope_over", None) or {}
+def marked(output: Any) -> tuple[dict[str, bool], list[str]]:
+    """What :func:`mark` put there."""
+    return getattr(output, "endoscope", None) or ({}, [])
 
 
 def drop_token(output: Any, request: str) -> None:
@@ -528,6 +660,33 @@ def end_requests(scheduler: Any, outputs: dict[int, Any], requests: list[str]) -
             )
 
 
+def runs_ahead(config: Any) -> bool:
+    """Whether vLLM schedules a step before it knows the tokens of the step before."""
+    return bool(config.scheduler_config.async_scheduling)
+
+
+def may_edit(request: Any) -> bool:
+    """Whether a request carries a block that is not known to only read."""
+    data = submission_of(request.sampling_params)
+    return data is not None and not reads_only(data)
+
+
+def unseen(request: Any) -> bool:
+    """Whether a request's block still has to be shown the prompt; what comes anew after a preemption, it has seen."""
+    return not request.num_preemptions and submission_of(request.sampling_params) is not None
+
+
+def ends_by_token(request: Any) -> bool:
+    """Whether a token may end the request, and not only their number."""
+    params = request.sampling_params
+    return bool(
+        params.eos_token_id is not None
+        or params.stop_token_ids
+        or params.repetition_detection
+        or request.use_structured_output
+    )
+
+
 def whole_prompts(scheduler: Any) -> None:
     """Let the scheduler take traced prompts only whole.
 
@@ -543,14 +702,131 @@ def whole_prompts(scheduler: Any) -> None:
             if not self.__dict__["enable_chunked_prefill"]:
                 return False
             queue = scheduler.kv_holding_waiting or scheduler.waiting
-            return not queue or submission_of(queue.peek_request().sampling_params) is None
+            return not queue or not unseen(queue.peek_request())
 
         @property
         def long_prefill_token_threshold(self) -> int:
             threshold: int = self.__dict__["long_prefill_token_threshold"]
-            if threshold and any(submission_of(request.sampling_params) for request in scheduler.waiting):
+            if threshold and any(map(unseen, scheduler.waiting)):
                 return 0
             return threshold
 
     object.__setattr__(config, "__class__", PerPrompt)
     scheduler.scheduler_config = config
+
+
+def head(scheduler: Any) -> Any:
+    """The first waiting request that waits for nothing but its turn, or ``None``."""
+    from vllm.v1.request import RequestStatus
+
+    def ready(request: Any) -> bool:
+        # The scheduler passes over requests that wait for a grammar or an adapter, and remembers that it did.
+        passed = request in scheduler.deferred_waiting
+        return not passed or (unseen(request) and request.status == RequestStatus.WAITING)
+
+    queue = scheduler.waiting
+    if not queue or ready(first := queue.peek_request()):
+        return first if queue else None
+    return next(filter(ready, queue), None)
+
+
+def lacks_budget(scheduler: Any, request: Any, scheduler_output: Any) -> bool:
+    """Whether the step had too few tokens left for a whole prompt."""
+    left: int = _budget(scheduler) - scheduler_output.total_num_scheduled_tokens
+    return bool(request.num_tokens > left)
+
+
+def _budget(scheduler: Any) -> int:
+    budget: int = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+    return budget
+
+
+def could_start(scheduler: Any, request: Any) -> bool:
+    """Whether nothing but the step's budget keeps a waiting request from its first step."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
+
+    if request.status != RequestStatus.WAITING or scheduler.pause_state != PauseState.UNPAUSED:
+        return False
+    running = len(scheduler.running)
+    if running + scheduler.num_waiting_for_streaming_input >= scheduler.max_num_active_reqs:
+        return False
+    # Room for the prompt, and for every running request to grow, so that none is preempted for it.
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    blocks = sum(-(-request.num_tokens // group.kv_cache_spec.block_size) + running for group in groups)
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return bool(blocks + scheduler.kv_cache_manager.watermark_blocks <= free)
+
+
+def too_many(scheduler: Any, request: Any, aside: set[Any]) -> set[Any]:
+    """The running requests that have to wait for one step, so that a prompt finds room in it; those with most to do."""
+    left = _budget(scheduler) - request.num_tokens
+    waits = set()
+
+    def tokens(each: Any) -> int:
+        known: int = each.num_tokens_with_spec + each.num_output_placeholders
+        computed: int = each.num_computed_tokens
+        return max(0, known - computed)
+
+    for each in sorted((each for each in scheduler.running if each not in aside), key=tokens):
+        left -= tokens(each)
+        if left < 0:
+            waits.add(each)
+    return waits
+
+
+@contextlib.contextmanager
+def step_without(scheduler: Any, aside: set[Any], first: Any = None) -> Iterator[None]:
+    """For one step, running requests stand aside, and a waiting one comes first.
+
+    A running request that gets no token in a step keeps its place and its keys and values, as where a step's budget
+    is spent before its turn comes.
+    """
+    before, slots = scheduler.running, scheduler.max_num_active_reqs
+    scheduler.running = [request for request in before if request not in aside]
+    scheduler.max_num_active_reqs = slots - len(aside)
+    if first is not None:
+        scheduler.waiting.remove_request(first)
+        scheduler.kv_holding_waiting.prepend_request(first)
+    try:
+        yield
+    finally:
+        if first is not None and first in scheduler.kv_holding_waiting:
+            scheduler.kv_holding_waiting.remove_request(first)
+            scheduler.waiting.prepend_request(first)
+        scheduler.max_num_active_reqs = slots
+        here, old = set(scheduler.running), set(before)
+        scheduler.running = [request for request in before if request in aside or request in here] + [
+            request for request in scheduler.running if request not in old
+        ]
+
+
+def joined(scheduler: Any, scheduler_output: Any) -> list[Any]:
+    """The traced requests that begin, or go on after a preemption, with a step."""
+    new = [each.req_id for each in scheduler_output.scheduled_new_reqs]
+    requests = [scheduler.requests[name] for name in (*new, *resumed(scheduler_output))]
+    return [request for request in requests if submission_of(request.sampling_params) is not None]
+
+
+_SPARED = 1 << 40
+"""So much more urgent than its own priority is a running request that is to be preempted last."""
+
+
+def spare(scheduler: Any, requests: Sequence[Any]) -> None:
+    """Let vLLM preempt these running requests only when no other is left.
+
+    It preempts the last of its list, or the one of the lowest priority.
+    """
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+    if scheduler.policy == SchedulingPolicy.PRIORITY:
+        for request in requests:
+            request.endoscope_priority = request.priority
+            request.priority -= _SPARED
+    else:
+        scheduler.running.sort(key=lambda request: not may_edit(request))
+
+
+def spare_no_more(request: Any) -> None:
+    """Give a request that is preempted its own priority again; it decides its place in the queue."""
+    request.priority = request.__dict__.pop("endoscope_priority", request.priority)

@@ -20,6 +20,7 @@ from endoscope.errors import (
     UnknownModuleError,
     UsageError,
 )
+from endoscope.probing.limits import Limits
 from endoscope.tracing.backend import Backend
 from endoscope.tracing.serialize import Referenced
 from endoscope.tracing.tracer import NOTHING, Tracer
@@ -98,10 +99,16 @@ class VLLM(Referenced):
         model: a model's directory, or its name on a hub.
         mode: ``"sync"`` runs a trace on ``vllm.LLM``, and its ``with`` returns when the requests are done;
             ``"async"`` runs it on ``AsyncLLM``, and the trace is a stream (``tracer.backend``).
+        step_timeout: seconds that a block may take from one handoff to the next before it is interrupted with a
+            :class:`StepTimeoutError`; 30 by default. One call of native code that does not return is not interrupted.
+        save_limit: bytes that a block may keep for the end of its request, and may emit at once; 2 GiB by default. One
+            that keeps more gets a :class:`SaveLimitError`. The environment variables ``ENDOSCOPE_STEP_TIMEOUT`` and
+            ``ENDOSCOPE_SAVE_LIMIT`` give other defaults.
         **options: any argument of vLLM's engine, such as ``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``.
 
     Raises:
         ModeError: for another mode.
+        EngineArgumentError: for a limit that is not a positive number.
         ModelNotFoundError: for a path that does not exist; for a name that no hub knows, at the first trace.
 
     Example:
@@ -111,7 +118,15 @@ class VLLM(Referenced):
         torch.Size([1, 49152])
     """
 
-    def __init__(self, model: str, *, mode: Literal["sync", "async"] = "sync", **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        step_timeout: float | None = None,
+        save_limit: int | None = None,
+        **options: Any,
+    ) -> None:
         if mode not in ("sync", "async"):
             near = difflib.get_close_matches(str(mode), ("sync", "async"), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -119,6 +134,7 @@ class VLLM(Referenced):
         self._name = os.fspath(model)
         self._mode = mode
         self._options = dict(options)
+        self._limits = Limits.given(step_timeout, save_limit)
         self._engine: SyncEngine | AsyncEngine | None = None
         self._finalizer: Any = None
         self._closed = False
@@ -207,7 +223,7 @@ class VLLM(Referenced):
                 f"VLLM_ENABLE_V1_MULTIPROCESSING=0 runs the engine in this process, and vLLM can have one there: "
                 f"{other!r} is it. Close that one first, or leave the variable unset"
             )
-        with internals.starting(self._name):
+        with internals.starting(self._name, arguments), self._limits.in_environment():
             engine: SyncEngine | AsyncEngine
             # No name for vLLM's engine here: exceptions that vLLM keeps hold this frame, and would hold the engine.
             if loop is None:

@@ -58,7 +58,7 @@ class Request:
         params = make_params({name: value for name, value in sampling.items() if name not in _OPTIONS})
         if block is not None and inbox is not None:
             self.arrival = inbox.expect(params.n)
-            submission = Submission(inbox.address, self.arrival.key, block.code, block.values)
+            submission = Submission(block.reads_only, inbox.address, self.arrival.key, block.code, block.values)
             internals.put_submission(params, encode(submission))
         if final_only:
             internals.final_only(params)
@@ -78,7 +78,8 @@ class Request:
 
     def _process(self, llm: Any, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
         name = f"trace-{self.arrival.key}" if self.arrival is not None else f"generate-{next(_numbers)}"
-        salt = secrets.token_hex(16) if self.block is not None else None
+        # Keys and values that a block may have changed are found by nobody else.
+        salt = secrets.token_hex(16) if self.block is not None and not self.block.reads_only else None
         try:
             made, text = internals.process(llm, name, prompt, params, salt, **options)
         except internals.refusals() as error:
@@ -86,7 +87,7 @@ class Request:
             raise kind(f"vLLM refuses the request: {error}") from error
         if self.block is not None:
             longest, budget = internals.limits(llm)
-            tokens = len(made.prompt_token_ids or ())
+            tokens = internals.prompt_length(made)
             if tokens > budget:
                 raise PromptError(
                     f"the prompt has {tokens} tokens, and a step of this engine takes {budget}: a traced prompt is "

@@ -9,12 +9,16 @@ from pickle import PickleBuffer
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 
-from endoscope.errors import BlockError, PreemptionError
+from endoscope.errors import BlockError, PreemptionError, ReplacementError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
+from endoscope.probing.exits import refuse_exits
+from endoscope.probing.limits import too_much
 from endoscope.probing.saves import tensor_save
 from endoscope.probing.steps import caches_close
+from endoscope.probing.watchdog import Watchdog
 from endoscope.tracing.failure import clean_text, take_apart
 from endoscope.tracing.messages import Emitted, Ended, Printed, Submission, Warned, decode_submission
 from endoscope.tracing.serialize import dumps, loads
@@ -68,6 +72,8 @@ class EngineProbes:
         self.handoffs = Handoffs(model)
         self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
         self.handoffs.samples.limit = internals.vocabulary(model)
+        self.watchdog = Watchdog(self.handoffs.limits)
+        refuse_exits()
         self.model = ModelView(self.handoffs, tokenizer)
         self.tracer = BlockTracer(self.handoffs)
         self.tokenizer = tokenizer
@@ -78,6 +84,8 @@ class EngineProbes:
         """Requests whose blocks have ended, and whose values are still to be sent."""
         self.over: dict[str, bool] = {}
         """Requests that their blocks end in this step; true where the token of the step counts."""
+        self.quiet: list[str] = []
+        """Requests that go on, and whose blocks have ended in this step."""
         if not hasattr(torch.Tensor, "save"):
             torch.Tensor.save = tensor_save  # type: ignore[attr-defined]
 
@@ -91,12 +99,18 @@ class EngineProbes:
 
         What goes wrong here is the block's failure, and goes home as that.
         """
+        if request in self.traced:
+            # Some of vLLM's runners are told of a resumed request as of a new one.
+            self.resumed(request)
+            return
+        self.watchdog.watch()
         submission = decode_submission(data)
         prefix = request.partition("_")[0]
         sequence = int(prefix) if prefix.isdigit() else 0
-        relay = self._relay(submission, sequence) if self.outbox is not None else _quiet
+        send = self._sender(submission, sequence) if self.outbox is not None else _quiet
         namespace: dict[str, Any] = {}
-        probe = Probe(_NOTHING, namespace, self.handoffs, request, relay)
+        probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
+        probe.reads_only = submission.reads_only
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
@@ -121,16 +135,26 @@ class EngineProbes:
     def resumed(self, request: str) -> None:
         """The request was preempted and its keys and values are computed anew, without what its block did to them."""
         traced = self.traced.get(request)
-        if traced is not None and traced.probe.edited:
-            error = PreemptionError(
-                "the engine ran out of space for keys and values and preempted this request, whose block had changed "
-                "the model's values; what it changed in earlier steps is lost, so the request cannot go on. Give the "
-                "engine more space (kv_cache_memory_bytes), or fewer requests at once (max_num_seqs)"
-            )
-            if not traced.probe.dead:
-                traced.probe.fail(error)
-            traced.probe.error = traced.probe.error or error
-            self._settle(traced)
+        if traced is None or traced.reported or not traced.probe.edited:
+            return
+        error = PreemptionError(
+            "the engine ran out of space for keys and values and preempted this request, whose block had changed "
+            "the model's values; what it changed in earlier steps is lost, so the request cannot go on. Give the "
+            "engine more space (kv_cache_memory_bytes), or fewer requests at once (max_num_seqs)"
+        )
+        self._end_with(traced, error)
+
+    def _end_with(self, traced: Traced, error: BlockError) -> None:
+        """End a block with an error of the engine's, and its request with it; the step's token is none of its text."""
+        if not traced.probe.dead:
+            traced.probe.fail(error)
+        # Even if it catches the error.
+        traced.probe.kill()
+        traced.probe.error = traced.probe.error or error
+        traced.settled = False
+        # The step has computed it without what the block has done, or would have done.
+        self.over[traced.probe.request] = False
+        self._settle(traced)
 
     def finish(self, request: str) -> None:
         """The request has ended: so does its block, and what it saved goes home."""
@@ -175,6 +199,10 @@ class EngineProbes:
             stop = start + row.count
             traced = self.traced.get(row.request)
             if traced is not None and not traced.settled:
+                if not traced.seen and row.count < row.known:
+                    self._end_with(traced, BlockError(_SPLIT.format(row.known, row.first, row.first + row.count - 1)))
+                    start = stop
+                    continue
                 # Positions computed again after a preemption were shown before.
                 again = max(0, traced.seen - row.first)
                 if again < row.count:
@@ -183,7 +211,7 @@ class EngineProbes:
                     self.current.append(traced)
                     traced.seen = row.first + row.count
             start = stop
-        self.handoffs.begin(pairs, tokens, len(rows))
+        self.handoffs.begin(pairs, tokens, len(rows), start)
 
     def logits(self, value: torch.Tensor) -> torch.Tensor:
         """The step's logits, ``[requests, vocabulary]``."""
@@ -198,18 +226,42 @@ class EngineProbes:
                 self.over.setdefault(traced.probe.request, False)
         return value
 
-    def end(self) -> dict[str, bool]:
+    def edited(self) -> list[str]:
+        """The requests of the step whose blocks have changed something."""
+        return [traced.probe.request for traced in self.current if traced.probe.edited]
+
+    def refuse(self, request: str, token: int) -> None:
+        """End a request whose token its structured output does not allow, which only its block can bring about."""
+        probe = self.traced[request].probe
+        error = ReplacementError(
+            f"samples has token {token} in step {probe.step}, which the request's structured output does not allow "
+            f"there, so that it cannot go on: assign a token that fits, or leave a fitting one a finite logit"
+        )
+        if not probe.dead:
+            probe.fail(error)
+        probe.error = probe.error or error
+        self.over[request] = False
+
+    @staticmethod
+    def turn_of() -> str | None:
+        """The request whose block has the turn; ``None`` while it is the model's own."""
+        probe = getcurrent()
+        return probe.request if isinstance(probe, Probe) else None
+
+    def end(self) -> tuple[dict[str, bool], list[str]]:
         """The step is over: report the blocks that ended in it.
 
         Returns:
-            The requests that end with their blocks; true where the step's token belongs to the text.
+            The requests that end with their blocks, true where the step's token belongs to the text; and those that
+            go on without them.
         """
         self.handoffs.end()
         for traced in self.current:
             self._settle(traced)
         self.current = []
         over, self.over = self.over, {}
-        return over
+        quiet, self.quiet = self.quiet, []
+        return over, quiet
 
     def _settle(self, traced: Traced) -> None:
         probe = traced.probe
@@ -217,11 +269,15 @@ class EngineProbes:
             return
         if probe.stopped or probe.error is not None:
             self.over.setdefault(probe.request, True)
-        elif probe.caches:
-            # The block is over, and its caches go on to the end of the request.
+        elif probe.caches or probe.lacks:
+            # The block is over, but its caches go on to the end of the request, and so does what it has skipped.
             return
+        else:
+            self.quiet.append(probe.request)
         traced.settled = True
-        self.due.append(traced)
+        if probe.request in self.over or not probe.edited:
+            self.due.append(traced)
+        # Else the request can still be preempted, and then ends with an error: its values go home with its end.
 
     # The way home.
 
@@ -238,9 +294,8 @@ class EngineProbes:
             return
         traced.reported = True
         probe = traced.probe
-        for stream in (probe.output, probe.errors):
-            if stream is not None:
-                stream.flush()
+        for lines in probe.lines.values():
+            lines.close()
         caches_close(probe)
         if self.outbox is None:
             return
@@ -251,6 +306,11 @@ class EngineProbes:
         except BaseException as failure:  # an object may raise anything when it is pickled
             saves, buffers, unsent = self._those_that_travel(probe.saves())
             error = error or BlockError(f"{unsent} was saved but cannot be sent home: {failure}")
+        # The block's last lines may have added to what it keeps.
+        total, limit = len(saves) + sum(buffer.raw().nbytes for buffer in buffers), self.handoffs.limits.save_limit
+        if total > limit + OVERHEAD:
+            error, buffers = error or too_much(total, limit), []
+            saves = dumps({}, buffers=buffers)
         try:
             failed = None if error is None else take_apart(error)
         except BaseException as failure:
@@ -271,11 +331,11 @@ class EngineProbes:
         buffers: list[PickleBuffer] = []
         return dumps(good, buffers=buffers), buffers, ", ".join(bad)
 
-    def _relay(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
-        outbox, home, key = self.outbox, submission.home, submission.key
+    def _sender(self, submission: Submission, sequence: int) -> Callable[[str, Any], None]:
+        outbox, home, key, limits = self.outbox, submission.home, submission.key, self.handoffs.limits
         assert outbox is not None
 
-        def relay(stream: str, content: Any) -> None:
+        def send(stream: str, content: Any) -> None:
             if stream == "warning":
                 text, category, filename, line = content
                 outbox.send(
@@ -284,11 +344,14 @@ class EngineProbes:
             elif stream == "emit":
                 # Copied at once: the block may go on to change what it has emitted.
                 step, values = content
-                outbox.send(home, Emitted(key, sequence, step, dumps(values)))
+                data = dumps(values)
+                if len(data) > limits.save_limit + OVERHEAD:
+                    raise too_much(len(data), limits.save_limit)
+                outbox.send(home, Emitted(key, sequence, step, data))
             else:
                 outbox.send(home, Printed(key, sequence, stream, clean_text(content)))
 
-        return relay
+        return send
 
     def counts(self) -> dict[str, int]:
         """What this rank holds for traces: probes, wrapped modules, and bytes of tensors that blocks keep."""
@@ -297,7 +360,16 @@ class EngineProbes:
         return {"probes": len(running), "hooks": len(self.handoffs.wrappers), "bytes": held}
 
 
+OVERHEAD = 1 << 16
+"""Bytes of names and shapes that a save may have beside its values."""
+
 _NOTHING = compile("", "<nothing>", "exec")
+
+_SPLIT = (
+    "the engine split this prompt of {} tokens, and its first step runs positions {} to {} alone; a block is shown a "
+    "prompt whole or not at all, so the request cannot go on. vLLM does so for some models, such as those with Mamba "
+    "layers: there, enable_prefix_caching=False helps"
+)
 
 
 def _quiet(stream: str, content: Any) -> None:

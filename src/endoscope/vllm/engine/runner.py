@@ -17,6 +17,9 @@ class TracedRunner:
         """Begin to serve traces; the model is loaded."""
         self.probes = EngineProbes(internals.runner_model(self), lambda: internals.runner_tokenizer(self), reports)
         self._in_step = False
+        self._grammar: Any = None
+        internals.after_sampling(self, self._sampled)
+        internals.own_adapters(self, self.probes.turn_of)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         probes = self.probes
@@ -40,19 +43,26 @@ class TracedRunner:
             self.probes.begin(rows, internals.token_rows(args, kwargs))
         return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
 
-    def _sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._in_step:
-            return super()._sample(logits, *args, **kwargs)  # type: ignore[misc]
-        output = super()._sample(self.probes.logits(logits), *args, **kwargs)  # type: ignore[misc]
-        output.sampled_token_ids = self.probes.samples(output.sampled_token_ids)
-        return output
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+    def sample_tokens(self, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._in_step:
+            # Before a grammar masks them: a block sees what the model computed, and cannot lift the mask.
+            internals.change_logits(self, self.probes.logits)
+            self._grammar = grammar_output
+        output = super().sample_tokens(grammar_output, *args, **kwargs)  # type: ignore[misc]
         if self._in_step:
             self._in_step = False
-            self._scheduled = None
-            over = self.probes.end()
-            if over:
-                internals.mark_over(output, over)
+            self._scheduled = self._grammar = None
+            over, quiet = self.probes.end()
+            if over or quiet:
+                internals.mark(output, over, quiet)
         return output
+
+    def _sampled(self, tokens: Any) -> Any:
+        """The step's tokens, ``[requests, 1]``, before anything is reported of them."""
+        if not self._in_step:
+            return tokens
+        tokens = self.probes.samples(tokens)
+        if self._grammar is not None:
+            for request, token in internals.refused_tokens(self, self._grammar, tokens, self.probes.edited()):
+                self.probes.refuse(request, token)
+        return tokens
