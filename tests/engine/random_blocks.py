@@ -39,8 +39,8 @@ SITES = {
     "samples": "model.samples",
 }
 
-CONSTRUCTS = ["read", "in place", "assign", "emit", "carry"]
-"""What blocks do at a place. ``"skip"`` belongs here as well, where modules can be skipped."""
+CONSTRUCTS = ["read", "in place", "assign", "emit", "carry", "skip"]
+"""What blocks do at a place."""
 
 # What is done to the rows ``h`` of a place, in place. Nothing here makes a step where rounding could take either side.
 CHANGES = [

@@ -55,7 +55,8 @@ def soak(runner: Any, name: str, its: RandomOracle, until: float, dice: random.R
             @given(schedules(arguments["max_num_batched_tokens"]))
             def batch(schedule: Schedule) -> None:
                 nonlocal examples
-                ends.update(runner.run(check(schedule, model, its, "num_gpu_blocks_override" in arguments)))
+                preempts = "num_gpu_blocks_override" in arguments
+                ends.update(runner.run(check(schedule, schedule.expected(its), model, preempts)))
                 examples += 1
 
             batch()

@@ -48,7 +48,7 @@ async def roomy() -> AsyncIterator[Any]:
 async def test_a_cramped_engine_gives_what_each_request_gives_alone(data: Any, cramped: Any, its: Any) -> None:
     # contract: C2, C3, C5, C6, D1, F2, F3, F4
     schedule = data.draw(schedules(ENGINES["cramped"]["max_num_batched_tokens"]))
-    await check(schedule, cramped, its, preempts=True)
+    await check(schedule, schedule.expected(its), cramped, preempts=True)
 
 
 @pytest.mark.parametrize("how", ["read", "in place"])
@@ -56,8 +56,9 @@ async def test_the_cramped_engine_does_preempt(how: str, cramped: Any, its: Any)
     """Three requests that need two blocks of keys and values each, of three that there are."""
     block = Program(((Action(PLACES.index(("mlp", 1)), how, 0),),) * LONGEST)
     asked = Asked(story=0, length=30, tokens=LONGEST, program=block, after=None, abort=None)
-    before = preemptions()
-    ends = await check(Schedule((asked,) * 3), cramped, its, preempts=True)
+    expected, before = block.acted_out(its, asked.prompt, LONGEST), preemptions()
+    assert not expected.tie
+    ends = await check(Schedule((asked,) * 3), [expected] * 3, cramped, preempts=True)
     assert preemptions() > before
     assert set(ends) == ({"finished"} if how == "read" else {"finished", "preempted"})
 
@@ -67,4 +68,4 @@ async def test_the_cramped_engine_does_preempt(how: str, cramped: Any, its: Any)
 async def test_a_roomy_engine_gives_what_each_request_gives_alone(data: Any, roomy: Any, its: Any) -> None:
     # contract: A9, C2, C3, C5, C6, D1
     schedule = data.draw(schedules(ENGINES["roomy"]["max_num_batched_tokens"]))
-    await check(schedule, roomy, its, preempts=False)
+    await check(schedule, schedule.expected(its), roomy, preempts=False)
