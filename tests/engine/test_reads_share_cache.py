@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from engine_support import GREEDY, layers_of, tokens_of
@@ -128,6 +129,7 @@ def test_the_scheduler_is_told_without_reading_the_block(sync_model: Any) -> Non
                 layers[0].output[0][:] = 0
     finally:
         internals.put_submission = internals_put
-    found = [internals.may_edit(params) for params in put]
+    found = [internals.may_edit(SimpleNamespace(sampling_params=params)) for params in put]
     assert found == [False, True]
-    assert not internals.may_edit(internals.sampling_params({"max_tokens": 1}))
+    untraced = SimpleNamespace(sampling_params=internals.sampling_params({"max_tokens": 1}))
+    assert not internals.may_edit(untraced)

@@ -226,9 +226,9 @@ class EngineProbes:
                 self.over.setdefault(traced.probe.request, False)
         return value
 
-    def edited(self) -> list[str]:
-        """The requests of the step whose blocks have changed something."""
-        return [traced.probe.request for traced in self.current if traced.probe.edited]
+    def editing(self) -> list[str]:
+        """The requests of the step whose blocks may change something."""
+        return [traced.probe.request for traced in self.current if not traced.probe.reads_only]
 
     def refuse(self, request: str, token: int) -> None:
         """End a request whose token its structured output does not allow, which only its block can bring about."""

@@ -63,6 +63,6 @@ class TracedRunner:
             return tokens
         tokens = self.probes.samples(tokens)
         if self._grammar is not None:
-            for request, token in internals.refused_tokens(self, self._grammar, tokens, self.probes.edited()):
+            for request, token in internals.refused_tokens(self, self._grammar, tokens, self.probes.editing()):
                 self.probes.refuse(request, token)
         return tokens
