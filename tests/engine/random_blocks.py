@@ -312,9 +312,8 @@ class _Acting:
 
 
 def _actions() -> st.SearchStrategy[tuple[Action, ...]]:
-    action = st.builds(
-        Action, st.integers(0, len(PLACES) - 1), st.sampled_from(CONSTRUCTS), st.integers(0, len(CHANGES) - 1)
-    )
+    places = st.integers(0, len(PLACES) - 1)
+    action = st.builds(Action, places, st.sampled_from(CONSTRUCTS), st.integers(0, len(CHANGES) - 1))
     return st.lists(action, max_size=4, unique_by=lambda action: action.place).map(_possible)
 
 
@@ -347,5 +346,7 @@ def programs(draw: st.DrawFn, tokens: int) -> Program:
     if form == "range":
         start = draw(st.integers(0, tokens - 1))
         bounds = start, draw(st.integers(start, tokens + 2))
-    end = draw(st.none() | st.tuples(st.integers(0, tokens - 1), st.sampled_from(["stop", "raise"])))
+    end = draw(
+        st.none() | st.none() | st.none() | st.tuples(st.integers(0, tokens - 1), st.sampled_from(["stop", "raise"]))
+    )
     return Program(steps, form, bounds, end)

@@ -31,14 +31,14 @@ def its() -> RandomOracle:
 
 @pytest.fixture(scope="module")
 async def cramped() -> AsyncIterator[Any]:
-    """Steps of 32 tokens, keys and values for two requests, and the prefix cache."""
+    """Steps of 48 tokens, keys and values for two requests, and the prefix cache."""
     async with VLLM(path_of(MODEL), mode="async", **ENGINES["cramped"]) as model:
         yield model.start()
 
 
 @pytest.fixture(scope="module")
 async def roomy() -> AsyncIterator[Any]:
-    """Steps of 64 tokens, and space for all."""
+    """Steps of 32 tokens, and space for all."""
     async with VLLM(path_of(MODEL), mode="async", **ENGINES["roomy"]) as model:
         yield model.start()
 
