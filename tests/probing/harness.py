@@ -18,6 +18,7 @@ from torch import nn
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
 from endoscope.probing.steps import caches_close
 from endoscope.tracing.block import Code
+from endoscope.tracing.skips import skips_throughout
 
 HIDDEN, VOCABULARY, LAYERS = 8, 23, 3
 FILE = "block.py"
@@ -284,7 +285,10 @@ class Engine:
     def probe(self, block: str, send: Any = None, **values: Any) -> Probe:
         """A probe that runs the block; ``model`` and ``tracer`` are among its names."""
         namespace = {"model": self.model, "tracer": self.tracer, "torch": torch, **values}
-        return Probe(compiled(block), namespace, self.handoffs, "request", send)
+        code = code_of(block)
+        probe = Probe(code.compile(), namespace, self.handoffs, "request", send)
+        probe.skips_throughout = skips_throughout(code, namespace)
+        return probe
 
     def run(self, *requests: Request, check: bool = True) -> Any:
         """Run the requests until each has its tokens; with ``check``, raise the first error of a block.
@@ -297,6 +301,7 @@ class Engine:
                 request.probe = self.probe(
                     request.block, lambda *line, to=request.printed: to.append(line), **request.values
                 )
+                request.probe.last_step = request.tokens - 1
         self.step = 0
         while any(not self._over(request) for request in requests):
             batch = [
@@ -367,7 +372,12 @@ class Engine:
 
 def compiled(block: str) -> Any:
     """The code of a block whose first line is line 1 of its file."""
-    return Code.make(textwrap.dedent(block).strip("\n"), FILE, 1, 0).compile()
+    return code_of(block).compile()
+
+
+def code_of(block: str) -> Code:
+    """The text of such a block."""
+    return Code.make(textwrap.dedent(block).strip("\n"), FILE, 1, 0)
 
 
 def run(model: Any, block: str, prompt: list[int] | None = None, tokens: int = 1, **values: Any) -> dict[str, Any]:
