@@ -39,8 +39,10 @@ SITES = {
     "samples": "model.samples",
 }
 
-CONSTRUCTS = ["read", "in place", "assign", "emit", "carry"]
-"""What blocks do at a place. ``"skip"`` belongs here as well, where modules can be skipped."""
+CONSTRUCTS = ["read", "in place", "assign", "emit", "carry", "skip"]
+"""What blocks do at a place."""
+SKIPS = {"mlp_input": ("mlp", {"neurons", "mlp"}), "resid_pre": ("resid_post", {*LAYER_PARTS} - {"resid_post"})}
+"""Where a block can skip what begins: the place behind it, and those that it then does not come by."""
 
 # What is done to the rows ``h`` of a place, in place. Nothing here makes a step where rounding could take either side.
 CHANGES = [
@@ -113,7 +115,7 @@ class Action:
             case "assign":
                 old = [f"held.append({value})", f"h = {value}.clone()"]
                 return [*old, self.change, f"{site} = {assigned}", f"held.append({value})"]
-        module = site.removesuffix(".input")
+        module = site.removesuffix(".input").removesuffix(".resid_pre")
         return [f"h = {site}.clone()", self.change, f"{module}.skip(h)"]
 
 
@@ -123,7 +125,8 @@ class Program:
 
     Attributes:
         steps: what it does in each step; it does nothing in those behind the list.
-        form: how it goes over the steps: ``"all"``, ``"range"`` or ``"next"``.
+        form: how it goes over the steps: ``"all"``, ``"range"`` or ``"next"``; or ``"same"`` where it does the same in
+            all of them, and is written so.
         bounds: of a range; steps outside of it are passed over.
         end: the step in which the block ends its request, and by what: ``"stop"`` or ``"raise"``.
     """
@@ -157,6 +160,11 @@ class Program:
         if self.form == "next":
             for step in range(len(self.steps)):
                 lines += ["tracer.next()"] * bool(step) + [f"held.append({step})", *self._step(step)]
+        elif self.form == "same":
+            lines += ["for step in tracer.iter[:]:", "    held.append(step)"]
+            lines += [f"    {line}" for action in self.steps[0] for line in action.text()]
+            if self.end is not None:
+                lines += [f"    if step == {self.end[0]}:", f"        {self._ending()}"]
         else:
             which = ":" if self.form == "all" else "{}:{}".format(*self.bounds)
             lines += [f"for step in tracer.iter[{which}]:", "    held.append(step)"]
@@ -168,8 +176,11 @@ class Program:
     def _step(self, step: int) -> list[str]:
         lines = [line for action in self.actions(step) or () for line in action.text()]
         if self.last is not None and self.last[0] == step:
-            lines.append("tracer.stop()" if self.last[1] == "stop" else "raise Wrong('meant')")
+            lines.append(self._ending())
         return lines
+
+    def _ending(self) -> str:
+        return "tracer.stop()" if self.end is not None and self.end[1] == "stop" else "raise Wrong('meant')"
 
     def acted_out(self, oracle: RandomOracle, prompt: list[int], tokens: int) -> Expected:
         """What the block sees and does on the oracle, for this request alone."""
@@ -248,7 +259,7 @@ class _Acting:
                 continue
             by_place.setdefault(place, []).append(self._act(action))
             if action.how == "skip":
-                by_place.setdefault(("mlp", action.layer), []).append(lambda rows: self.skipped)
+                by_place.setdefault((SKIPS[action.part][0], action.layer), []).append(lambda rows: self.skipped)
         sampled = [self._act(action) for action in actions or () if action.part == "samples"]
         by_place.setdefault(("logits", None), []).append(self._sample(sampled))
 
@@ -321,16 +332,16 @@ def _actions() -> st.SearchStrategy[tuple[Action, ...]]:
 def _possible(actions: list[Action]) -> tuple[Action, ...]:
     """The actions in the order of a pass, without those that mean nothing where they stand."""
     kept: list[Action] = []
-    skipped: set[int | None] = set()
+    skipped: set[Place] = set()
     for action in sorted(actions, key=lambda action: action.place):
-        if action.part in ("neurons", "mlp") and action.layer in skipped:
+        if (action.part, action.layer) in skipped:
             continue
         if action.how == "carry" and action.part == "samples":
             continue
         if action.how == "skip":
-            if action.part != "mlp_input":
+            if action.part not in SKIPS:
                 continue
-            skipped.add(action.layer)
+            skipped |= {(part, action.layer) for part in SKIPS[action.part][1]}
         kept.append(action)
     return tuple(kept)
 
@@ -341,6 +352,7 @@ def programs(draw: st.DrawFn, tokens: int) -> Program:
     form = draw(st.sampled_from(["all", "range", "next"]))
     if draw(st.booleans()):
         steps = (draw(_actions()),) * tokens  # the same in every step
+        form = draw(st.sampled_from([form, "same"]))
     else:
         steps = tuple(draw(st.lists(_actions(), min_size=1, max_size=tokens)))
     bounds = (0, 0)

@@ -211,11 +211,11 @@ def test_logits_after_a_skipped_step(name: str, sync_model: Any, oracle: Any) ->
     """Alone in its batch, in which each row of a step is skipped; the attention runs all the same, but for the last."""
     model, its = sync_model(name), oracle(name)
     layer = layers_of(model)[LAYER]
-    attention = layer.get_submodule(f"{parts_of(model)[1]}.attn")
+    attention = f"{parts_of(model)[1]}.attn"
     for steps in WHEN.values():
         with model.trace(PROMPTS[0], max_tokens=STEPS, **GREEDY) as tracer:
             logits, runs = [].save(), [].save()
-            hook = attention.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+            hook = layer.get_submodule(attention).register_forward_hook(lambda *_, runs=runs: runs.append(1))
             for step in tracer.iter[:]:
                 if step in steps:
                     layer.skip(layer.resid_pre / 2)
@@ -228,7 +228,7 @@ def test_logits_after_a_skipped_step(name: str, sync_model: Any, oracle: Any) ->
         assert len(runs) == STEPS - (STEPS - 1 in steps)
     with model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
         runs = [].save()
-        hook = attention.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        hook = layer.get_submodule(attention).register_forward_hook(lambda *_, runs=runs: runs.append(1))
         layer.skip(layer.resid_pre / 2)
         hook.remove()
         logits = model.logits.save()
