@@ -235,8 +235,9 @@ class Skips:
         output = NOTHING
         form, step = station.form, self.host.step
         keeps = station in self.host.stateful
+        # Rows are computed for their keys and values, if for nothing else.
         matter = {probe: keeps and not self._is_last(probe) for probe in probes}
-        # As may rows of requests that skip a module around this one.
+        # Those of requests that skip a module around this one may matter here as well.
         free = [probe for probe, matters in (*matter.items(), *self.under.items()) if not matters]
         skipped = sum(probe.span.stop - probe.span.start for probe in free)
         recording = self.host.wrappers.clock is not None
