@@ -25,7 +25,7 @@
         │   ├── OutOfOrderError     the pass has already left that site
         │   └── NeverRanError       the site is never visited: its module did not run, or was skipped
         ├── ReplacementError        also ValueError: a replacement that does not fit the site
-        ├── MissingStateError       a module runs whose keys and values the block has skipped before
+        ├── MissingStateError       a module runs whose keys and values were left out before
         ├── StepTimeoutError        also TimeoutError: the block kept its turn for too long
         ├── SaveLimitError          also MemoryError: the block keeps more bytes than it may
         └── PreemptionError         the engine preempted a request whose block had changed values

@@ -339,7 +339,7 @@ def test_a_block_is_not_run_on_a_part_of_its_prompt() -> None:
     # contract: F2
     code = Code.make("seen = 1", "block.py", 1, 0)
     probes = EngineProbes(torch.nn.Sequential(torch.nn.Linear(2, 2)), lambda: None, reports=False)
-    probes.admit("0_a", encode(Submission(False, "nowhere", "a", code, dumps({}))))
+    probes.admit("0_a", encode(Submission(False, "nowhere", "a", code, dumps({}), False)))
     probes.begin([Rows("0_a", first=0, count=3, known=5)], tokens=3)
     probe = probes.traced["0_a"].probe
     assert probes.end() == ({"0_a": False}, [])

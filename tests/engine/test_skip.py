@@ -11,7 +11,7 @@ from oracle import TOLERANCE, Edit, assert_steps_close, distance
 
 from endoscope.errors import MissingStateError, NeverRanError, ReplacementError
 
-STEPS = 4
+STEPS = 5
 NAMES = ("tiny-llama", "tiny-gpt2")
 LAYER = 1
 PLACES = {
@@ -19,7 +19,7 @@ PLACES = {
     "attention": ("attention_input", "attention"),
     "layer": ("resid_pre", "resid_post"),
 }
-WHEN = {"every step": range(STEPS), "the first step": range(1), "the later steps": range(1, STEPS)}
+WHEN = {"every step": range(STEPS), "the first step": range(1), "two steps": range(1, 3)}
 
 
 def expected_of(its: Any, prompt: str, part: str, steps: Any) -> Any:
@@ -59,11 +59,8 @@ def half(module: Any, part: str) -> Any:
     return kwargs.get("hidden_states", args[0] if args else None) / 2
 
 
-@pytest.mark.parametrize(
-    ("part", "when"),
-    [("mlp", when) for when in WHEN]
-    + [("attention", "every step"), ("layer", "every step"), ("layer", "the later steps")],
-)
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("part", PLACES)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_request_of_many(name: str, part: str, when: str, sync_model: Any, oracle: Any) -> None:  # contract: C4
     """Beside it: a reader of the same module, of another length, a twin, and a request with no block."""
@@ -166,33 +163,93 @@ def test_a_layer_is_left_out(name: str, sync_model: Any, oracle: Any) -> None:  
             assert_steps_close(logits, run["logits", None], "the logits")
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("how", ["the block is over", "the block goes on"])
-def test_attention_that_was_skipped_cannot_run_later(how: str, others: int, sync_model: Any, oracle: Any) -> None:
-    """The same error whether or not the keys and values were written for the sake of others."""
-    # contract: C4, D1
-    model, its = sync_model("tiny-llama"), oracle("tiny-llama")
-    layer = model.model.layers[LAYER]
+@pytest.mark.parametrize("beside", ["nobody", "one that does so too", "one that always skips", "others"])
+@pytest.mark.parametrize("part", ["attention", "layer"])
+@pytest.mark.parametrize("name", NAMES)
+def test_later_steps_read_what_a_skipped_step_has_kept(
+    name: str, part: str, beside: str, sync_model: Any, oracle: Any
+) -> None:  # contract: C4
+    """Skipped in the step over the prompt, and then as ever: its keys and values are those that a plain hook leaves."""
+    model, its = sync_model(name), oracle(name)
+    module = skipped(model, part)
+    # Of two that are skipped in a batch, one goes on without a block and one with.
+    with model.trace(max_tokens=STEPS, **GREEDY) as tracer:
+        with tracer.invoke(PROMPTS[0]):
+            module.skip(half(module, part))
+            first = model.logits.save()
+        if beside == "one that does so too":
+            with tracer.invoke(PROMPTS[2]):
+                module.skip(half(module, part))
+                logits = [].save()
+                for _ in tracer.iter[:]:
+                    logits.append(model.logits)
+        if beside in ("one that always skips", "others"):
+            with tracer.invoke(PROMPTS[2]):
+                logits = [].save()
+                for _ in tracer.iter[:]:
+                    module.skip(half(module, part))
+                    logits.append(model.logits)
+        if beside == "others":
+            with tracer.invoke(PROMPTS[3]):
+                pass
+    # Alone, the trace is of one invoke, and its result is its output.
+    outputs = tracer.result if isinstance(tracer.result, list) else [tracer.result]
+    run = expected_of(its, PROMPTS[0], part, range(1))
+    assert tokens_of(outputs[0]) == run.tokens
+    assert_steps_close([first], run["logits", None][:1], "the first logits")
+    if beside != "nobody":
+        run = expected_of(its, PROMPTS[2], part, range(1) if beside == "one that does so too" else None)
+        assert tokens_of(outputs[1]) == run.tokens
+        assert_steps_close(logits, run["logits", None], "the other's logits")
+    if beside == "others":
+        assert tokens_of(outputs[2]) == its.run(PROMPTS[3], STEPS).tokens
+    assert model.debug() == NOTHING_LEFT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_after_a_skipped_step(name: str, sync_model: Any, oracle: Any) -> None:  # contract: C4
+    """Alone in its batch, in which each row of a step is skipped; the attention runs all the same, but for the last."""
+    model, its = sync_model(name), oracle(name)
+    layer = layers_of(model)[LAYER]
+    attention = f"{parts_of(model)[1]}.attn"
+    for steps in WHEN.values():
+        with model.trace(PROMPTS[0], max_tokens=STEPS, **GREEDY) as tracer:
+            logits, runs = [].save(), [].save()
+            hook = layer.get_submodule(attention).register_forward_hook(lambda *_, runs=runs: runs.append(1))
+            for step in tracer.iter[:]:
+                if step in steps:
+                    layer.skip(layer.resid_pre / 2)
+                logits.append(model.logits)
+            hook.remove()
+        run = expected_of(its, PROMPTS[0], "layer", steps)
+        assert tokens_of(tracer.result) == run.tokens
+        assert_steps_close(logits, run["logits", None], "the logits")
+        # No step comes behind the last, so nothing is kept of that.
+        assert len(runs) == STEPS - (STEPS - 1 in steps)
+    with model.trace(PROMPTS[0], max_tokens=1, **GREEDY):
+        runs = [].save()
+        hook = layer.get_submodule(attention).register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        layer.skip(layer.resid_pre / 2)
+        hook.remove()
+        logits = model.logits.save()
+    assert runs == []
+    assert_steps_close([logits], expected_of(its, PROMPTS[0], "layer", range(1))["logits", None][:1], "the logits")
+
+
+def test_a_block_that_only_seems_to_skip_in_every_step(sync_model: Any) -> None:  # contract: C4, D1
+    """A function from outside changes what it skips."""
+    model = sync_model("tiny-llama")
+    layers, which, use_up = model.model.layers, [LAYER], list.clear
     with pytest.raises(MissingStateError, match=r"self_attn\.attn runs in step 1 of this request") as caught:
-        with model.trace(max_tokens=STEPS, **GREEDY) as tracer:
-            with tracer.invoke(PROMPTS[0]):
-                layer.skip(layer.resid_pre)
-                first = model.logits.save()
-                if how == "the block goes on":
-                    for _ in tracer.iter[1:]:
-                        second = model.logits.save()
-            for _ in range(others):
-                with tracer.invoke(PROMPTS[3]):
-                    kept = [].save()
-                    for _ in tracer.iter[:]:
-                        kept.append(model.logits)
-    output = caught.value.output
-    assert list(output.saves) == ["first"]
-    assert len(tokens_of(output)) <= 2
-    if others:
-        run = its.run(PROMPTS[3], STEPS, [("logits", None)])
-        assert_steps_close(kept, run["logits", None], "the other request's logits")
-        assert tokens_of(tracer.result[1]) == run.tokens
+        with model.trace(PROMPTS[0], max_tokens=STEPS, **GREEDY) as tracer:
+            for step in tracer.iter[:]:
+                for number in which:
+                    layers[number].skip(layers[number].resid_pre)
+                if step == 0:
+                    first = model.logits.save()
+                use_up(which)
+    assert list(caught.value.output.saves) == ["first"]
+    assert len(tokens_of(caught.value.output)) <= 2
     assert model.debug() == NOTHING_LEFT
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
 from endoscope.probing.steps import caches_close
 from endoscope.tracing.block import Code
+from endoscope.tracing.skips import skips_throughout
 
 HIDDEN, VOCABULARY, LAYERS = 8, 23, 3
 FILE = "block.py"
@@ -65,6 +66,36 @@ class Attention(nn.Module):
         return self.o_proj(torch.tanh(q * k) + v)  # type: ignore[no-any-return]
 
 
+class Memory(nn.Module):
+    """Reads all rows that the request has had so far, of this step and of earlier ones, as attention does."""
+
+    owners: ClassVar[list[Any]] = []
+    """Whose each row of the step is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Any, list[torch.Tensor]] = {}
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        read = []
+        for owner, row in zip(self.owners, value, strict=True):
+            rows = self.kept.setdefault(owner, [])
+            rows.append(row.clone())
+            read.append(torch.stack(rows).mean(0))
+        return torch.stack(read)
+
+
+class Remembering(Attention):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__(rotary)
+        self.attn = Memory()
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(hidden_states).chunk(3, -1)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(torch.tanh(q * k) + self.attn(v))  # type: ignore[no-any-return]
+
+
 class Mlp(nn.Module):
     """Writes its result into one buffer that all layers share, as an allocator does."""
 
@@ -81,10 +112,10 @@ class Mlp(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rotary: Rotary, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.input_layernorm = Norm()
-        self.self_attn = Attention(rotary)
+        self.self_attn = attention(rotary)
         self.post_attention_layernorm = Norm()
         self.mlp = Mlp()
 
@@ -109,11 +140,11 @@ class Inner(nn.Module):
 
 
 class LlamaInner(Inner):
-    def __init__(self) -> None:
+    def __init__(self, attention: type[Attention]) -> None:
         super().__init__()
         rotary = Rotary()
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(LlamaLayer(rotary) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(LlamaLayer(rotary, attention) for _ in range(LAYERS))
         self.norm = Norm()
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -127,9 +158,9 @@ class LlamaInner(Inner):
 class Llama(nn.Module):
     """The head is the embedding under another name, which never runs as a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: type[Attention] = Attention) -> None:
         super().__init__()
-        self.model = LlamaInner()
+        self.model = LlamaInner(attention)
         self.lm_head = self.model.embed_tokens
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -226,6 +257,11 @@ def llama() -> Any:
     return made(Llama)
 
 
+def remembering() -> Any:
+    """A llama whose rows read earlier ones of their request."""
+    return made(lambda: Llama(Remembering))
+
+
 def gpt() -> Any:
     return made(Gpt)
 
@@ -260,6 +296,7 @@ class Request:
     saves: dict[str, Any] = field(default_factory=dict)
     generated: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    owner: object = field(default_factory=object)
     done: int = 0
     """How many positions were computed."""
 
@@ -274,6 +311,8 @@ class Engine:
     def __init__(self, model: Any) -> None:
         self.module = model
         self.handoffs = Handoffs(model)
+        stations = self.handoffs.stations.values()
+        self.handoffs.stateful = {s for s in stations if any(isinstance(m, Memory) for m in s.module.modules())}
         self.model = ModelView(self.handoffs)
         self.tracer = BlockTracer(self.handoffs)
         self.after_begin: Callable[[], None] | None = None
@@ -284,7 +323,10 @@ class Engine:
     def probe(self, block: str, send: Any = None, **values: Any) -> Probe:
         """A probe that runs the block; ``model`` and ``tracer`` are among its names."""
         namespace = {"model": self.model, "tracer": self.tracer, "torch": torch, **values}
-        return Probe(compiled(block), namespace, self.handoffs, "request", send)
+        code = code_of(block)
+        probe = Probe(code.compile(), namespace, self.handoffs, "request", send)
+        probe.skips_throughout = skips_throughout(code, namespace)
+        return probe
 
     def run(self, *requests: Request, check: bool = True) -> Any:
         """Run the requests until each has its tokens; with ``check``, raise the first error of a block.
@@ -297,6 +339,7 @@ class Engine:
                 request.probe = self.probe(
                     request.block, lambda *line, to=request.printed: to.append(line), **request.values
                 )
+                request.probe.last_step = request.tokens - 1
         self.step = 0
         while any(not self._over(request) for request in requests):
             batch = [
@@ -331,6 +374,7 @@ class Engine:
         last: list[int] = []
         makes: list[bool] = []
         pairs: list[tuple[Probe, Span, bool]] = []
+        owners: list[Any] = []
         for row, request in enumerate(batch):
             known = request.prompt + request.generated
             count = len(known) - request.done
@@ -344,7 +388,9 @@ class Engine:
             makes.append(request.done == len(known))
             if request.probe is not None:
                 pairs.append((request.probe, Span(start, len(ids), row), makes[-1]))
+            owners += [request.owner] * count
         rows = len(ids)
+        Memory.owners = owners + [None] * self.padding
         ids += [0] * self.padding
         positions += [0] * self.padding
         self.handoffs.begin(pairs, len(ids), len(batch), rows)
@@ -367,7 +413,12 @@ class Engine:
 
 def compiled(block: str) -> Any:
     """The code of a block whose first line is line 1 of its file."""
-    return Code.make(textwrap.dedent(block).strip("\n"), FILE, 1, 0).compile()
+    return code_of(block).compile()
+
+
+def code_of(block: str) -> Code:
+    """The text of such a block."""
+    return Code.make(textwrap.dedent(block).strip("\n"), FILE, 1, 0)
 
 
 def run(model: Any, block: str, prompt: list[int] | None = None, tokens: int = 1, **values: Any) -> dict[str, Any]:
@@ -401,7 +452,7 @@ Where = tuple[int, str, str]
 """A step, the path of a module, and ``output``, ``inputs``, ``resid_pre`` or ``resid_post``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Plain:
     """What a request that runs alone gives with plain hooks.
 
@@ -475,6 +526,7 @@ def plain(
     known, done = list(prompt), 0
     try:
         for step in range(tokens):
+            Memory.owners = [result] * (len(known) - done)
             with torch.inference_mode():
                 hidden = model(torch.tensor(known[done:]), torch.arange(done, len(known)))
                 logits = model.compute_logits(hidden[-1:])

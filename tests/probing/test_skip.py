@@ -21,6 +21,7 @@ from harness import (
     llama,
     made,
     plain,
+    remembering,
     same,
 )
 from hypothesis import HealthCheck, given, settings
@@ -46,7 +47,7 @@ PATHS = {
     "gpt": ["transformer.wte", "transformer.h.1.mlp", "transformer.h.1.mlp.1", "transformer.h.1", "lm_head"],
 }
 EVERYWHERE = [(name, path) for name, paths in PATHS.items() for path in paths]
-MODELS = {"llama": llama, "gpt": gpt}
+MODELS = {"llama": llama, "gpt": gpt, "remembering": remembering}
 BLOCK = """
 for step in tracer.iter[:]:
     model.get_submodule(path).skip(given[step])
@@ -767,50 +768,137 @@ def test_the_end_of_the_request_while_a_skip_is_asked_for() -> None:
 
 # Modules that keep something between steps.
 
-
-def with_state(model: Any, fresh: bool = False) -> Engine:
-    """An engine on which each layer's attention keeps something for the requests."""
-    engine = Engine(model) if fresh else warm(model)
-    stations = engine.handoffs.stations
-    keepers = [station for path, station in stations.items() if path.endswith("self_attn.qkv_proj")]
-    engine.handoffs.stateful = {each for station in keepers for each in (station, *station.outer)}
-    return engine
-
-
-LATER = {
-    "the block is over": "model.model.layers[1].skip(x)",
-    "the block waits behind it": "model.model.layers[1].skip(x)\ntracer.next()\nmodel.model.layers[2].output.save()",
-    "the block waits before it": "model.model.layers[1].skip(x)\ntracer.next()\nmodel.model.layers[0].output.save()",
-    "the block reads it": "model.model.layers[1].skip(x)\ntracer.next()\nmodel.model.layers[1].self_attn.output",
-    "the attention was skipped": "model.model.layers[1].self_attn.skip(x)",
-    "another part is skipped": (
-        "model.model.layers[1].skip(x)\nmodel.logits\ntracer.next()\nmodel.model.layers[1].mlp.skip(x[:1])"
+WHEN = {
+    "the first step": ("model.get_submodule(path).skip(given[0])", [0]),
+    "the first step of a loop": (
+        "for step in tracer.iter[:]:\n    if step == 0:\n        model.get_submodule(path).skip(given[0])",
+        [0],
     ),
-    "another layer is skipped": "model.model.layers[1].skip(x)\ntracer.next()\nmodel.model.layers[2].skip(x[:1])",
-    "the block catches it": (
-        "model.model.layers[1].skip(x)\ntracer.next()\n"
-        "try:\n    model.logits\nexcept Exception:\n    pass\ntracer.next()\nlate = [1].save()"
+    "two steps": ("for step in tracer.iter[1:3]:\n    model.get_submodule(path).skip(given[step])", [1, 2]),
+    "the last steps": ("for step in tracer.iter[2:]:\n    model.get_submodule(path).skip(given[step])", [2, 3, 4]),
+    "the last step": ("for step in tracer.iter[4]:\n    model.get_submodule(path).skip(given[4])", [4]),
+    "every step": (BLOCK, [0, 1, 2, 3, 4]),
+    "never": ("model.logits", []),
+}
+FOR_GOOD = {"the last steps", "the last step", "every step"}
+"""After these, no step of the request reads what the module keeps."""
+STATEFUL = ["model.layers.1", "model.layers.1.self_attn", "model.layers.1.self_attn.attn"]
+
+
+@pytest.mark.parametrize("others", [[], ["every step"], ["never"], list(WHEN)], ids=len)
+@pytest.mark.parametrize("when", [when for when in WHEN if when != "never"])
+@pytest.mark.parametrize("path", STATEFUL)
+def test_what_a_skipped_module_keeps_is_as_hooks_leave_it(path: str, when: str, others: list[str]) -> None:
+    """Later steps read the rows of the skipped ones, made of what the module was called with, in any batch."""
+    # contract: C4
+    model = remembering()
+    engine = warm(model)
+    runs = counted(model, path)
+    pairs = []
+    for number, each in enumerate([when, *others]):
+        block, steps = WHEN[each]
+        prompt = [PROMPT, [7, 2], [5], [9, 9, 4], [1, 2, 3, 4], [6], [8, 3], [2]][number]
+        given, expected = replaced(model, prompt, path, 5, steps)
+        pairs.append((Request(prompt, block, 5, values={"path": path, "given": given}), expected))
+    del runs[:]
+    engine.run(*[request for request, _ in pairs])
+    for request, expected in pairs:
+        check(engine, request, expected)
+    # It is left out where every request skips it for good, and only there; the others, if any, all skip every step.
+    left_out = set(WHEN[when][1]) if {when, *others} <= FOR_GOOD else set()
+    assert len(runs) == 5 - len(left_out)
+
+
+@pytest.mark.parametrize("inner", ["input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.attn"])
+@pytest.mark.parametrize("how", ["every step", "two steps", "the first step"])
+def test_another_request_skips_what_runs_for_a_skipped_module(inner: str, how: str) -> None:
+    """The whole layer runs for one request, for its keys and values, though each part is skipped by one of the two."""
+    # contract: C4
+    model = remembering()
+    outer_given, outer = replaced(model, PROMPT, "model.layers.1", 5, [0])
+    path = f"model.layers.1.{inner}"
+    block, steps = WHEN[how]
+    inner_given, expected = replaced(model, [7, 2], path, 5, steps)
+    engine = warm(model)
+    requests = [
+        Request(PROMPT, WHEN["the first step"][0], 5, values={"path": "model.layers.1", "given": outer_given}),
+        Request([7, 2], block, 5, values={"path": path, "given": inner_given}),
+    ]
+    engine.run(*requests)
+    check(engine, requests[0], outer)
+    check(engine, requests[1], expected)
+
+
+def test_a_prompt_of_several_parts_is_skipped_in_its_last_step() -> None:
+    """Its second part, of the same step, reads what the module keeps of the first."""
+    model = remembering()
+    path = "model.layers.1.self_attn.attn"
+    engine = warm(model)
+    runs = counted(model, path)
+    request = Request([3, 1, 4, 1, 5], f"model.get_submodule({path!r}).skip(torch.zeros(2, 8))", parts=[2, 3])
+    engine.run(request)
+    assert len(runs) == 2
+    assert len(model.get_submodule(path).kept[request.owner]) == 5
+
+
+def test_a_function_from_outside_skips_in_the_first_step_only() -> None:
+    """What the text tells is not of it."""
+    model = remembering()
+    given, _ = replaced(model, PROMPT, "model.layers.1", 3)
+    twice, edits = replaced(model, PROMPT, "model.layers.2", 3)[0], {}
+    for step in range(3):
+        edits[step, "model.layers.2", "output"] = lambda _, value=twice[step]: copied(value)
+    edits[0, "model.layers.1", "output"] = lambda _: copied(given[0])
+    expected = plain(model, PROMPT, 3, (), edits)
+    block = """
+        for step in tracer.iter[:]:
+            leave_out(model.model.layers[1], given[0], step)
+            model.model.layers[2].skip(twice[step])
+        """
+    values = {"leave_out": lambda layer, x, step: step or layer.skip(x), "given": given, "twice": twice}
+    engine = warm(model)
+    request = Request(PROMPT, block, 3, values=values)
+    engine.run(request)
+    check(engine, request, expected)
+
+
+BEHIND_ITS_BACK = {
+    "goes on": "for step in tracer.iter[:]:\n    model.model.layers[1].skip(given[step])\n    onward()",
+    "goes on in a prompt": (
+        "for step in tracer.iter[:]:\n    model.model.layers[1].skip(given[step])\n"
+        "    try:\n        onward()\n    except Exception:\n        pass\nlate = [1].save()"
+    ),
+    "changes the list": (
+        "for step in tracer.iter[:]:\n    for n in which:\n        model.model.layers[n].skip(given[step])\n"
+        "    use_up(which)"
     ),
 }
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("later", LATER)
-def test_attention_that_was_skipped_cannot_run_later(later: str, beside: bool, fresh: bool) -> None:
-    """Its keys and values of the skipped step are not there, or not to be relied on: the same error in any batch."""
+@pytest.mark.parametrize("how", BEHIND_ITS_BACK)
+def test_a_block_that_only_seems_to_skip_in_every_step(how: str, beside: bool, fresh: bool) -> None:
+    """Its keys and values are not there, or not to be relied on: the same error in any batch."""
     # contract: C4, D1
-    model = llama()
-    engine = with_state(model, fresh)
-    request = Request(PROMPT, LATER[later], STEPS, values={"x": torch.ones(3, HIDDEN)})
-    given, expected = replaced(model, [7, 2], "model.layers.1")
+    model = remembering()
+    given, _ = replaced(model, PROMPT, "model.layers.1")
+    engine = Engine(model) if fresh else warm(model)
+
+    def onward() -> None:
+        engine.tracer.next()
+        engine.model.logits  # noqa: B018
+
+    values = {"given": given, "onward": onward, "which": [1], "use_up": list.clear}
+    request = Request(PROMPT, BEHIND_ITS_BACK[how], STEPS, values=values)
+    its, expected = replaced(model, [7, 2], "model.layers.1")
     others = [
         Request([2, 2], None, STEPS),
-        Request([7, 2], BLOCK, STEPS, values={"path": "model.layers.1", "given": given}),
+        Request([7, 2], BLOCK, STEPS, values={"path": "model.layers.1", "given": its}),
     ]
     engine.run(request, *(others if beside else []), check=False)
     assert isinstance(request.error, MissingStateError)
-    assert "model.layers.1.self_attn.qkv_proj runs in step 1 of this request" in str(request.error)
+    assert "model.layers.1.self_attn.attn runs in step 1 of this request" in str(request.error)
     assert len(request.generated) == 2
     assert "late" not in request.saves
     if beside:
@@ -819,57 +907,15 @@ def test_attention_that_was_skipped_cannot_run_later(later: str, beside: bool, f
     nothing_left(engine)
 
 
-ALWAYS = {
-    "in every step": "for step in tracer.iter[:]:\n    model.model.layers[1].skip(given[step])",
-    "first the attention, then the layer": """
-        attention = model.model.layers[1].self_attn
-        attention.skip(given[0][0])
-        model.model.layers[1].output = given[0]
-        for step in tracer.iter[1:]:
-            model.model.layers[1].skip(given[step])
-        """,
-    "first the layer, then the attention": """
-        model.model.layers[1].skip(given[0])
-        for step in tracer.iter[1:]:
-            model.model.layers[1].self_attn.skip(given[step][0])
-            model.model.layers[1].output = given[step]
-        """,
-    "by assignment": "model.model.layers[1].output = given[0]",
-    "its last step": "model.model.layers[1].output = given[0]\ntracer.iter[2]",
-    "only what keeps nothing": "model.model.layers[1].mlp.skip(given[0][0])\nmodel.model.layers[1].output = given[0]",
-}
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("always", ALWAYS)
-def test_attention_that_is_always_skipped_lacks_nothing(always: str, beside: bool) -> None:
-    # contract: C4
-    model = llama()
-    engine = with_state(model)
-    each = always.startswith(("in every", "first"))
-    given, expected = replaced(model, PROMPT, "model.layers.1", at=None if each else [0])
-    request = Request(PROMPT, ALWAYS[always], STEPS, values={"given": given})
-    engine.run(request, *([Request([2, 2], None, STEPS)] if beside else []))
-    check(engine, request, expected)
-
-
-def test_attention_is_skipped_in_the_last_step_only() -> None:
-    model = llama()
-    engine = with_state(model)
-    given, expected = replaced(model, PROMPT, "model.layers.1", at=[2])
-    block = "for step in tracer.iter[2:]:\n    model.model.layers[1].skip(given[step])"
-    request = Request(PROMPT, block, STEPS, values={"given": given})
-    engine.run(request)
-    check(engine, request, expected)
-
-
 # Anything at all.
 
 _LLAMA = [f"model.layers.{layer}{part}" for layer in range(3) for part in ("", ".self_attn", ".mlp.up", ".mlp")]
+_PARTS = ("", ".input_layernorm", ".self_attn", ".self_attn.qkv_proj", ".self_attn.attn", ".mlp.up", ".mlp")
 _GPT = [f"transformer.h.{layer}{part}" for layer in range(3) for part in ("", ".attn", ".mlp.1", ".mlp")]
 RANDOM = {
     "llama": ["model.embed_tokens", *_LLAMA, "model.norm"],
     "gpt": ["transformer.wte", *_GPT, "lm_head"],
+    "remembering": [f"model.layers.{layer}{part}" for layer in range(3) for part in _PARTS],
 }
 
 
@@ -880,12 +926,13 @@ def order(name: str, paths: frozenset[str]) -> list[str]:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[str, list[Any], int, bool]:
-    name = draw(st.sampled_from(["llama", "gpt"]))
+    name = draw(st.sampled_from(["llama", "gpt", "remembering", "remembering"]))
     some = st.frozensets(st.sampled_from(RANDOM[name]), max_size=4)
     requests = []
     for _ in range(draw(st.integers(1, 3))):
         tokens = draw(st.integers(1, 3))
-        steps = draw(st.one_of(st.none(), *[st.lists(some, min_size=tokens, max_size=tokens)] * 3))
+        throughout = some.map(lambda paths, tokens=tokens: [paths] * tokens)
+        steps = draw(st.one_of(st.none(), throughout, *[st.lists(some, min_size=tokens, max_size=tokens)] * 3))
         prompt = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4))
         requests.append((prompt, tokens, draw(st.integers(0, 2)), draw(st.booleans()), steps))
     return name, requests, draw(st.integers(0, 2)), draw(st.booleans())
@@ -898,7 +945,16 @@ def test_random_skips_in_random_batches_give_what_plain_hooks_give(schedule: tup
     name, programs, padding, known = schedule
     model = MODELS[name]()
     engine = warm(model) if known else Engine(model)
-    engine.padding = padding if name == "llama" else 0
+    engine.padding = padding if name != "gpt" else 0
+    throughout = """
+        seen = [].save()
+        for step in tracer.iter[:]:
+            for path in paths:
+                model.get_submodule(path).skip(given[step][path])
+            for path in paths if reads else []:
+                seen.append(given[step][path])
+            seen.append(model.logits)
+        """
     block = """
         seen = [].save()
         for step in tracer.iter[:]:
@@ -928,7 +984,10 @@ def test_random_skips_in_random_batches_give_what_plain_hooks_give(schedule: tup
         for step, paths in enumerate(plan):
             seen += [given[step][path] for path in paths if reads]
             seen.append(expected.logits[step])
-        requests.append(Request(prompt, block, tokens, joins, values={"plan": plan, "given": given, "reads": reads}))
+        values = {"plan": plan, "paths": plan[0], "given": given, "reads": reads}
+        # Of such a block it is known.
+        same_in_all = all(paths == plan[0] for paths in plan)
+        requests.append(Request(prompt, throughout if same_in_all else block, tokens, joins, values=values))
         results.append((expected, seen))
     engine.run(*requests)
     for request, (expected, seen) in zip(requests, results, strict=True):

@@ -90,9 +90,13 @@ class Probe(greenlet):
         self.held = Held()
         self.edited = False
         self.lacks: frozenset[Station] = frozenset()
-        """The modules that have not kept everything of the request, since the block has skipped them."""
+        """The modules that may not have kept everything of the request, since they are taken to be skipped for good."""
         self.reads_only = False
         """Whether the block is known to change nothing, and others rely on that."""
+        self.skips_throughout = False
+        """Whether what the text of the block skips in one step is known to be skipped in every later one."""
+        self.last_step: int | None = None
+        """The last step that the request can have, where that is known."""
         self.finished = False
         self.stopped = False
         self.error: BaseException | None = None  # type: ignore[assignment]

@@ -140,7 +140,7 @@ class Skipping:
 
     @property
     def runs(self) -> bool:
-        """Whether the module runs all the same, for other requests."""
+        """Whether the module runs all the same, for other requests or for its keys and values."""
         return self.output is NOTHING
 
 
@@ -148,19 +148,25 @@ class Skips:
     """The skips of the current step.
 
     A block that skips a module is parked from before the module until after it, so that nothing of what
-    the module does inside reaches the block, whether or not it runs for others.
+    the module does inside reaches the block, whether or not it runs.
+
+    A module that keeps something for the requests runs as ever, so that later steps find the keys and values of this
+    one; only its result is thrown away. But if no later step reads them, since the request has none or the module is
+    skipped in each of them, the request's rows do not matter inside of it, and if that is so for every row, it does
+    not run. Whether it does can be told from the request alone, and so its numbers are the same in any batch.
 
     Attributes:
-        under: the probes whose blocks skip a module that is being passed.
+        under: the probes whose blocks skip a module that is being passed, and whether their rows matter inside of it.
         done: what each block has skipped in this step.
     """
 
     def __init__(self, host: Handoffs) -> None:
         self.host = host
-        self.under: list[Probe] = []
+        self.under: dict[Probe, bool] = {}
         self.done: dict[Probe, list[Station]] = {}
         self._rows = 0
         self._values: dict[Probe, Any] = {}
+        self._throughout: set[Probe] = set()
         self._watched: list[Station] = []
 
     def begin(self, rows: int) -> None:
@@ -178,18 +184,28 @@ class Skips:
 
     # In the block.
 
-    def ask(self, probe: Probe, station: Station, value: Any) -> None:
-        """Park until the pass is behind the module, and give the value as its result."""
+    def ask(self, probe: Probe, station: Station, value: Any, throughout: bool = False) -> None:
+        """Park until the pass is behind the module, and give the value as its result.
+
+        Args:
+            probe: whose block skips it.
+            station: the module.
+            value: its result.
+            throughout: whether the block is known to skip it in every later step too.
+        """
         site = station.skip
         if probe.reads_only:
             raise ReplacementError(READS_ONLY.format(site.name))
         self.host.check(probe, site)
         self._values[probe] = value
+        if throughout:
+            self._throughout.add(probe)
         try:
             probe.park(site)
         finally:
             probe.last = site
             del self._values[probe]
+            self._throughout.discard(probe)
 
     def refuse(self, probe: Probe, site: Site) -> None:
         """Refuse a site inside a module that the block has skipped in this step.
@@ -218,8 +234,12 @@ class Skips:
         probes, station.skip.waiting = station.skip.waiting, []
         output = NOTHING
         form, step = station.form, self.host.step
-        # Rows of requests that skip a module around this one do not matter here.
-        skipped = sum(probe.span.stop - probe.span.start for probe in (*probes, *self.under))
+        keeps = station in self.host.stateful
+        # Rows are computed for their keys and values, if for nothing else.
+        matter = {probe: keeps and not self._is_last(probe) for probe in probes}
+        # Those of requests that skip a module around this one may matter here as well.
+        free = [probe for probe, matters in (*matter.items(), *self.under.items()) if not matters]
+        skipped = sum(probe.span.stop - probe.span.start for probe in free)
         recording = self.host.wrappers.clock is not None
         if skipped == self._rows and not recording and form is not None and form.makes(step):
             try:
@@ -229,8 +249,14 @@ class Skips:
             except Exception:
                 # A value that does not fit. Its block hears of it behind the module, as it does in any batch.
                 output = NOTHING
-        self.under += probes
+        self.under.update(matter)
         return Skipping(station, probes, output)
+
+    def _is_last(self, probe: Probe) -> bool:
+        """Whether no later step of the request reads what a module that its block skips would keep of this one."""
+        if probe in self._throughout:
+            return True
+        return probe.samples and probe.last_step is not None and probe.step >= probe.last_step
 
     def leave(self, skipping: Skipping, output: Any) -> Any:
         """The pass is behind the module: the values take their rows of its result, and the blocks go on."""
@@ -251,7 +277,7 @@ class Skips:
             output = edit.result(output)
         position = station.output.position
         for probe in probes:
-            self.under.remove(probe)
+            del self.under[probe]
             probe.edited = True
             if position is not None:
                 probe.position = position
@@ -262,11 +288,13 @@ class Skips:
                     probe.fail(failure)
                     continue
                 self.done.setdefault(probe, []).append(station)
-                probe.lacks = probe.lacks.union(keepers)
+                if probe in self._throughout:
+                    probe.lacks = probe.lacks.union(keepers)
                 probe.turn(turns=turns)
         return output
 
-    # Keys and values, which a module that did not run has not written.
+    # Keys and values, which a module that did not run has not written. No step reads them, if all is as the text of the
+    # block tells. But it may call code that goes to another step, or change what it skips behind the text's back.
 
     def _keepers(self, station: Station) -> list[Station]:
         """The innermost modules in one, or itself, that keep something for the requests between steps."""
@@ -292,9 +320,10 @@ class Skips:
             station.lacking.remove(probe)
             error = MissingStateError(
                 f"{station.path or 'the model'} runs in step {probe.step} of this request, but it, or a module around "
-                f"it, was skipped in an earlier step, and so the keys and values of that step's tokens are missing. "
-                f"Skip it in every step (for step in tracer.iter[:]), or assign the module's output where it is "
-                f"to be replaced in some steps only: it runs then"
+                f"it, was skipped in an earlier step by a block that reads as if it did so in every step, and so the "
+                f"keys and values of that step's tokens are missing. In a loop over all steps, skip the same modules "
+                f"in each pass and call nothing that goes to the next step; or put the skip under an if: then it may "
+                f"stand for some steps only"
             )
             if not probe.dead:
                 probe.fail(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,9 +94,9 @@ class ModuleView(Referenced):
         """Give a value in the place of what the module would return, for this request's rows.
 
         The rows of other requests are the module's own. Where every request of the step skips the module, it
-        does not run. (It does in the first pass that any block of the engine takes part in, in which the
-        order of the model is learned, and its result is thrown away.) What stands inside the module cannot be
-        asked for in the same step.
+        does not run, save for its keys and values, as below. (It does in the first pass that any block of the
+        engine takes part in, in which the order of the model is learned, and its result is thrown away.) What
+        stands inside the module cannot be asked for in the same step.
 
         A skip stands in the order of the model where :attr:`input` does, which may be read before it, and
         the block goes on behind the module, where :attr:`output` is what was given::
@@ -109,11 +110,13 @@ class ModuleView(Referenced):
 
             layer.skip(layer.resid_pre)
 
-        **Attention.** A module with attention that is skipped does not write the keys and values of the step's
-        tokens, or writes ones that are nobody's concern, as other requests have it. So it has to be
-        skipped in every later step too, or never run for this request again: a step in which it does
-        is the block's :class:`MissingStateError`, whoever else is in the batch. To replace the result in
-        some steps only, assign :attr:`output` or :attr:`resid_post`: then the module always runs.
+        **Attention.** Only the result of a module with attention is replaced, as by a hook: its keys and values are
+        written from what it is called with, so that later steps that do not skip it find them. For that it
+        runs although every request skips it, unless none has a later step that could read them: in the last step
+        of ``max_tokens``, and for a block whose text shows that it skips the module in every step. That is seen
+        where all its skips stand in the body of ``for step in tracer.iter[:]`` or ``tracer.all()``, or of a loop in
+        there over modules or numbers that are the same in each step, under no ``if``, ``while``, ``try`` or
+        ``with``, and no ``break`` or ``continue`` in the loop.
 
         Args:
             value: of the structure and shapes of :attr:`output`, this request's rows of each tensor; of dtypes
@@ -122,9 +125,13 @@ class ModuleView(Referenced):
         Raises:
             ReplacementError: if the value does not fit.
             OutOfOrderError: if the step is past the module's beginning already.
+            MissingStateError: later, if the module runs for the request in a step after one in which it did not,
+                since the block skipped it in what only seemed to be every step.
         """
         probe = current_probe(self._station.skip.name)
-        self._handoffs.skips.ask(probe, self._station, value)
+        # What the text of the block tells is of what it calls itself.
+        throughout = probe.skips_throughout and sys._getframe(1).f_code is probe.code
+        self._handoffs.skips.ask(probe, self._station, value, throughout)
 
     def get_submodule(self, path: str) -> ModuleView:
         """The module at a dotted path below this one, also where its name is that of an attribute of the view."""

@@ -17,6 +17,7 @@ from endoscope.tracing.names import lookup
 from endoscope.tracing.reads import reads_only
 from endoscope.tracing.rewrite import rewrite
 from endoscope.tracing.serialize import dumps
+from endoscope.tracing.skips import skips_throughout
 
 if TYPE_CHECKING:
     from endoscope.tracing.source import Place
@@ -114,12 +115,14 @@ class Block:
         values: the outside values: a dict by name, serialized.
         binds: the names that it binds; true where the function around it declares the name ``global``.
         reads_only: whether it is known to change nothing of the model.
+        skips_throughout: whether it is known to skip in every step what it skips in one.
     """
 
     code: Code
     values: bytes
     binds: Mapping[str, bool]
     reads_only: bool = False
+    skips_throughout: bool = False
 
     @classmethod
     def capture(cls, place: Place, frame: FrameType, references: Mapping[int, tuple[str, ...]]) -> Block:
@@ -149,7 +152,8 @@ class Block:
                         raise _unsendable(place, name, value, error) from error.__cause__
                     del values[name]
             data = dumps(values, references)
-        return cls(place.code, data, place.binds, reads_only(place.code, values, references))
+        reads = reads_only(place.code, values, references)
+        return cls(place.code, data, place.binds, reads, skips_throughout(place.code, values, references))
 
 
 def _unsendable(place: Place, name: str, value: object, error: SerializationError) -> SerializationError:

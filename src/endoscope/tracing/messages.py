@@ -22,6 +22,8 @@ class Submission(msgspec.Struct, frozen=True, array_like=True):
     """The block."""
     values: bytes
     """Its outside values: a dict by name, as ``serialize.dumps`` makes it."""
+    skips_throughout: bool
+    """Whether the block is known to skip in every step what it skips in one."""
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):

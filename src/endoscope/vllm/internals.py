@@ -481,10 +481,10 @@ def runner_tokenizer(runner: Any) -> Any:
     return cached_tokenizer_from_config(runner.model_config)
 
 
-def new_submissions(scheduler_output: Any) -> list[tuple[str, bytes]]:
-    """The traced requests that are in a step for the first time."""
+def new_submissions(scheduler_output: Any) -> list[tuple[str, bytes, int | None]]:
+    """The traced requests that are in a step for the first time, and how many tokens each generates at most."""
     return [
-        (new.req_id, data)
+        (new.req_id, data, new.sampling_params.max_tokens)
         for new in scheduler_output.scheduled_new_reqs
         if (data := submission_of(new.sampling_params)) is not None
     ]

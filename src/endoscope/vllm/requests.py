@@ -58,7 +58,8 @@ class Request:
         params = make_params({name: value for name, value in sampling.items() if name not in _OPTIONS})
         if block is not None and inbox is not None:
             self.arrival = inbox.expect(params.n)
-            submission = Submission(block.reads_only, inbox.address, self.arrival.key, block.code, block.values)
+            home, key = inbox.address, self.arrival.key
+            submission = Submission(block.reads_only, home, key, block.code, block.values, block.skips_throughout)
             internals.put_submission(params, encode(submission))
         if final_only:
             internals.final_only(params)

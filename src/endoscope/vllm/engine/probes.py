@@ -94,10 +94,15 @@ class EngineProbes:
 
     # A request's life.
 
-    def admit(self, request: str, data: bytes) -> None:
+    def admit(self, request: str, data: bytes, tokens: int | None = None) -> None:
         """A traced request arrives: make its probe.
 
         What goes wrong here is the block's failure, and goes home as that.
+
+        Args:
+            request: vLLM's id of it.
+            data: its submission.
+            tokens: how many it generates at most.
         """
         if request in self.traced:
             # Some of vLLM's runners are told of a resumed request as of a new one.
@@ -111,6 +116,8 @@ class EngineProbes:
         namespace: dict[str, Any] = {}
         probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
         probe.reads_only = submission.reads_only
+        probe.skips_throughout = submission.skips_throughout
+        probe.last_step = None if tokens is None else tokens - 1
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))

@@ -26,8 +26,8 @@ class TracedRunner:
         probes.send()
         for request in scheduler_output.finished_req_ids:
             probes.finish(request)
-        for request, data in internals.new_submissions(scheduler_output):
-            probes.admit(request, data)
+        for request, data, tokens in internals.new_submissions(scheduler_output):
+            probes.admit(request, data, tokens)
         if probes:
             for request in internals.resumed(scheduler_output):
                 probes.resumed(request)
