@@ -168,8 +168,9 @@ class Handoffs:
             site.check(rows)
             pairs = enumerate(zip(parts, rows, strict=True))
             edit.write(probe.span, [(index, new) for index, (part, new) in pairs if new is not part or part._version])
+            probe.edited = True
             # What is done to logits or samples is in the request's tokens, and is not lost with its keys and values.
-            probe.edited = probe.edited or site.station is not None
+            probe.edited_pass = probe.edited_pass or site.station is not None
         except Exception as error:
             # Whatever a block made of its value is its own failure, never that of the engine's step.
             text = str(error) if isinstance(error, ReplacementError) else f"{type(error).__name__}: {error}"

@@ -89,6 +89,8 @@ class Probe(greenlet):
         self.kept: list[Kept] = []
         self.held = Held()
         self.edited = False
+        self.edited_pass = False
+        """Whether it has changed something in the model's pass, and so in the request's keys and values."""
         self.lacks: frozenset[Station] = frozenset()
         """The modules that may not have kept everything of the request, since they are taken to be skipped for good."""
         self.reads_only = False

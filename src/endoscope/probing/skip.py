@@ -278,7 +278,7 @@ class Skips:
         position = station.output.position
         for probe in probes:
             del self.under[probe]
-            probe.edited = True
+            probe.edited = probe.edited_pass = True
             if position is not None:
                 probe.position = position
         keepers = self._keepers(station)

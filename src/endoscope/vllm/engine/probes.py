@@ -142,7 +142,7 @@ class EngineProbes:
     def resumed(self, request: str) -> None:
         """The request was preempted and its keys and values are computed anew, without what its block did to them."""
         traced = self.traced.get(request)
-        if traced is None or traced.reported or not traced.probe.edited:
+        if traced is None or traced.reported or not traced.probe.edited_pass:
             return
         error = PreemptionError(
             "the engine ran out of space for keys and values and preempted this request, whose block had changed "
@@ -282,7 +282,7 @@ class EngineProbes:
         else:
             self.quiet.append(probe.request)
         traced.settled = True
-        if probe.request in self.over or not probe.edited:
+        if probe.request in self.over or not probe.edited_pass:
             self.due.append(traced)
         # Else the request can still be preempted, and then ends with an error: its values go home with its end.
 
