@@ -34,14 +34,14 @@ _ALL = {
 # Of the blocks of keys and values one is vLLM's own, and a request takes one or, beyond 32 tokens, two.
 ENGINES: dict[str, dict[str, Any]] = {
     "cramped": {**_ALL, "max_num_batched_tokens": 48, "num_gpu_blocks_override": 4, "enable_prefix_caching": True},
-    "roomy": {**_ALL, "max_num_batched_tokens": 32, "enable_prefix_caching": False},
+    "roomy": {**_ALL, "max_num_batched_tokens": 64, "enable_prefix_caching": True},
     "most cramped": {
         **_ALL,
         "max_num_batched_tokens": 16,
         "num_gpu_blocks_override": 3,
         "enable_prefix_caching": False,
     },
-    "roomy with a cache": {**_ALL, "max_num_batched_tokens": 64, "enable_prefix_caching": True},
+    "roomy without a cache": {**_ALL, "max_num_batched_tokens": 32, "enable_prefix_caching": False},
 }
 LONGEST = 8  # tokens that a request generates
 OVER = 1000  # outputs: as many as a request gives when it is over

@@ -38,7 +38,7 @@ async def cramped() -> AsyncIterator[Any]:
 
 @pytest.fixture(scope="module")
 async def roomy() -> AsyncIterator[Any]:
-    """Steps of 32 tokens, and space for all."""
+    """Steps of 64 tokens, the prefix cache, and space for all."""
     async with VLLM(path_of(MODEL), mode="async", **ENGINES["roomy"]) as model:
         yield model.start()
 
@@ -66,6 +66,6 @@ async def test_the_cramped_engine_does_preempt(how: str, cramped: Any, its: Any)
 @EXAMPLES
 @given(data=st.data())
 async def test_a_roomy_engine_gives_what_each_request_gives_alone(data: Any, roomy: Any, its: Any) -> None:
-    # contract: A9, C2, C3, C5, C6, D1
+    # contract: A9, C2, C3, C5, C6, D1, F3
     schedule = data.draw(schedules(ENGINES["roomy"]["max_num_batched_tokens"]))
     await check(schedule, schedule.expected(its), roomy, preempts=False)
