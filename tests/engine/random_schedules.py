@@ -298,13 +298,18 @@ def schedules(draw: st.DrawFn, budget: int) -> Schedule:
         longest = min(budget, 50) if program is not None else 50  # a traced prompt is run in one step
         # Many prompts are alike, and a little shorter or longer than a block of keys and values.
         edge = st.integers(min(26, longest), min(32, longest)), st.integers(min(33, longest), min(44, longest))
+        story, length = draw(st.sampled_from([0, 0, 0, 1])), draw(st.integers(1, longest) | st.one_of(*edge))
         after = None
         if number:
+            if draw(st.booleans()):
+                # The prompt of an earlier one: what that one's block did must not be found in the cache.
+                twin = requests[draw(st.integers(0, number - 1))]
+                story, length = twin.story, min(twin.length, longest)
             after = draw(st.none() | st.tuples(st.integers(0, number - 1), st.sampled_from([0, 1, 3, 6, OVER])))
         requests.append(
             Asked(
-                story=draw(st.sampled_from([0, 0, 0, 1])),
-                length=draw(st.integers(1, longest) | st.one_of(*edge)),
+                story=story,
+                length=length,
                 tokens=tokens,
                 program=program,
                 after=after,
