@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -396,6 +397,61 @@ async def test_case_40_banned_tokens_never_appear(how: str, async_model: Any, or
         assert set(sequence.token_ids) <= set(left)
     for sequence in plain.outputs:
         assert not set(sequence.token_ids) <= set(left)
+
+
+# Requests that never run
+
+
+async def test_case_25_a_request_that_is_aborted_in_the_queue(async_model: Any, oracle: Any) -> None:
+    """Its block never began: whoever waits for it is told so, with vLLM's own output, and nothing is left."""
+    model, its = async_model("tiny-llama"), oracle("tiny-llama")
+    await model.generate(PROMPT, max_tokens=1)
+    seats = model.engine.llm.vllm_config.scheduler_config.max_num_seqs
+    taken = model.generate(["Water"] * seats, max_tokens=400, ignore_eos=True)
+    with model.trace(PROMPT, max_tokens=3, n=2) as tracer:
+        logits = model.logits.save()
+    (request,) = tracer.backend._stream._requests
+    await model.engine.llm.abort(request.made.external_req_id)
+    async with asyncio.timeout(60):
+        with pytest.raises(BlockError, match="never began") as caught:
+            await tracer.backend
+    await taken.aclose()
+    assert {each.finish_reason for each in caught.value.output.outputs} == {"abort"}
+    assert caught.value.output.saves == {}
+    assert await model.debug() == NOTHING_LEFT
+    assert model.engine.inbox.arrivals == {}
+    assert tokens_of((await model.generate(PROMPT, max_tokens=3, **GREEDY))[0]) == its.run(PROMPT, 3).tokens
+
+
+def test_a_request_that_ends_in_the_queue_of_the_synchronous_engine(sync_model: Any, oracle: Any) -> None:
+    """vLLM finishes a request with an error where its grammar, looked at in the engine only, cannot be compiled."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    model, its = sync_model("tiny-llama").start(), oracle("tiny-llama")
+    broken = StructuredOutputsParams(grammar="root ::= nothing")
+    broken._backend = "xgrammar"
+    core = model.engine.llm.llm_engine.engine_core
+    original = core.add_request
+
+    def add_with_grammar(request: Any) -> None:
+        if request.prompt_token_ids == its.tokens(PROMPT):
+            request.sampling_params.structured_outputs = broken
+        original(request)
+
+    core.add_request = add_with_grammar
+    try:
+        with pytest.raises(BlockError, match="never began") as caught, model.trace(max_tokens=2, **GREEDY) as tracer:
+            with tracer.invoke(PROMPT):
+                model.logits.save()
+            with tracer.invoke(PROMPTS[2]):
+                model.logits.save()
+    finally:
+        core.add_request = original
+    assert caught.value.output.outputs[0].finish_reason == "error"
+    run = its.run(PROMPTS[2], 2, [("logits", None)])
+    assert tokens_of(tracer.result[1]) == run.tokens
+    assert_close(tracer.saves["model.logits"], run["logits", None][0])
+    assert model.debug() == NOTHING_LEFT
 
 
 # Prompts

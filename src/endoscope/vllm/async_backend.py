@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from endoscope.errors import EngineClosedError, EventLoopError, UsageError
 from endoscope.tracing.backend import Backend
 from endoscope.vllm import internals
-from endoscope.vllm.requests import Request, every
+from endoscope.vllm.requests import PATIENCE, Request, every
 from endoscope.vllm.sync_backend import first_of
 
 if TYPE_CHECKING:
@@ -232,11 +232,14 @@ class OutputStream:
                 channel.items.popleft()
                 continue
             if output.finished:
+                since = self._engine.loop.time()
                 while not request.ready:
                     if internals.dead(self._engine.llm):
                         raise internals.dead_error()
                     await channel.changed(timeout=0.5)
                     self._engine.inbox.drain()
+                    if self._engine.loop.time() - since > PATIENCE and (missing := request.missing()):
+                        await self._engine.call("endoscope_missing", missing)
                 channel.items.popleft()
                 del self._open[index]
                 request.output = request.label(output, self._resolve)

@@ -25,7 +25,7 @@ class Arrival:
     """What has come home for one request.
 
     Attributes:
-        ended: the last message of each sequence, with the memory of its tensors.
+        ended: the message that ends each sequence, with the memory of its tensors; a second one is left out.
         emitted: what blocks have sent home since that was last read.
         refused: the first warning of its blocks that the caller's filters make an error.
         complete: whether every sequence has sent one.
@@ -46,7 +46,7 @@ class Arrival:
 
     def add(self, message: Ended, buffers: list[Any]) -> None:
         """A sequence's block has ended."""
-        self.ended[message.sequence] = message, buffers
+        self.ended.setdefault(message.sequence, (message, buffers))
         if self.complete and self.wake is not None:
             self.wake()
 

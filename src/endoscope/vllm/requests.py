@@ -20,6 +20,9 @@ from endoscope.vllm.inbox import Arrival, Inbox
 
 _numbers = itertools.count()
 
+PATIENCE = 2.0
+"""Seconds that the values of a finished request may take to come home before the engine is asked about them."""
+
 _OPTIONS = ("lora_request", "priority")
 """Arguments of a trace that belong to the request and not to its sampling."""
 
@@ -76,6 +79,7 @@ class Request:
         self._delta = not internals.accumulates(params)
         self._made: dict[int, int] = {}
         """Tokens that each sequence has, as far as outputs have told."""
+        self._asked = False
 
     def _process(self, llm: Any, prompt: Any, params: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
         name = f"trace-{self.arrival.key}" if self.arrival is not None else f"generate-{next(_numbers)}"
@@ -109,6 +113,18 @@ class Request:
     def ready(self) -> bool:
         """Whether everything that its blocks send has come home."""
         return self.arrival is None or self.arrival.complete
+
+    def missing(self) -> list[tuple[str, str, int, str]]:
+        """What is to be told to ``endoscope_missing``: the sequences whose blocks have sent nothing, the first time.
+
+        A request that ends in the queue, since it is aborted there or its grammar cannot be compiled, never has a block
+        that could send anything.
+        """
+        if self.arrival is None or self.inbox is None or self._asked:
+            return []
+        self._asked = True
+        home, key, ended = self.inbox.address, self.arrival.key, self.arrival.ended
+        return [(name, key, number, home) for number, name in enumerate(self.ids) if number not in ended]
 
     def label(self, output: Any, resolve: Callable[[tuple[str, ...]], Any]) -> Any:
         """Give an output what the user finds on every one; returns it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from endoscope.tracing.backend import Backend
 from endoscope.vllm import internals
-from endoscope.vllm.requests import Request, every, merge
+from endoscope.vllm.requests import PATIENCE, Request, every, merge
 
 if TYPE_CHECKING:
     from endoscope.tracing.tracer import Tracer
@@ -104,6 +105,7 @@ class SyncEngine:
                 self.inbox.drain()
             # In the order in which they come home, so that one is read here while the engine still packs the next.
             away = list(requests)
+            since = time.monotonic()
             while away:
                 home = [request for request in away if request.ready]
                 for request in home:
@@ -112,6 +114,9 @@ class SyncEngine:
                 away = [request for request in away if request not in home]
                 if away and not home:
                     self._wait()
+                    late = away if time.monotonic() - since > PATIENCE else []
+                    if missing := [sequence for request in late for sequence in request.missing()]:
+                        self.call("endoscope_missing", missing)
             if internals.in_process():
                 # The engine learns in its next step that the requests are over, and nobody else makes one.
                 self.llm.llm_engine.step()

@@ -185,6 +185,18 @@ class EngineProbes:
                 traced.probe.clear()
         self._rest()
 
+    def missing(self, request: str, key: str, sequence: int, home: str) -> None:
+        """A client waits for the block of a finished request: if it never began, say so.
+
+        If it did and has ended, its own message is on its way, and arrives before this one.
+        """
+        if self.outbox is not None and request not in self.traced:
+            error = BlockError(
+                "the request ended before the model ran any of it, so its block never began; the finish_reason of "
+                "its output says why (vLLM's log says more of an error)"
+            )
+            self.outbox.send(home, Ended(key, sequence, dumps({}, buffers=[]), take_apart(error)))
+
     def _rest(self) -> None:
         # Steps without a traced request do not come by here, and run without a wrapper.
         if not self.traced:

@@ -37,6 +37,14 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         self.model_runner.probes.release(requests)
         return len(self.model_runner.probes.traced)
 
+    def endoscope_missing(self, sequences: list[tuple[str, str, int, str]]) -> None:
+        """Say of finished sequences that they had no block, unless they have one that will speak for itself.
+
+        Each is vLLM's id, the key of the submission, the number of the sequence, and the address of the inbox.
+        """
+        for sequence in sequences:
+            self.model_runner.probes.missing(*sequence)
+
     def endoscope_counts(self) -> dict[str, int]:
         """What this rank holds for traces, and the requests that its runner has."""
         return {**self.model_runner.probes.counts(), "requests": len(internals.held_requests(self.model_runner))}
