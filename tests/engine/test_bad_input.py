@@ -28,6 +28,7 @@ from endoscope.errors import (
     UnsupportedError,
     UsageError,
 )
+from endoscope.vllm import internals
 from tests.conftest import options_of, path_of
 
 
@@ -313,3 +314,16 @@ def test_one_engine_in_a_process(sync_model: Any) -> None:
     assert repr(model) in str(caught.value)
     assert len(tokens_of(model.generate(PROMPTS[0], max_tokens=2, **GREEDY)[0])) == 2
     assert "vllm" in sys.modules
+
+
+def test_an_engine_that_does_not_start_says_what_it_may_lack() -> None:
+    said = "Engine core initialization failed. See root cause above."
+    with pytest.raises(RuntimeError, match="initialization failed") as caught:
+        with internals.starting("tiny-llama", {"model": path_of("tiny-llama"), "enforce_eager": True}):
+            raise RuntimeError(said)
+    assert any("kv_cache_memory_bytes" in note for note in caught.value.__notes__)
+    given = {"model": path_of("tiny-llama"), "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+    with pytest.raises(RuntimeError, match="initialization failed") as caught:
+        with internals.starting("tiny-llama", given):
+            raise RuntimeError(said)
+    assert not hasattr(caught.value, "__notes__")

@@ -114,3 +114,55 @@ def test_in_a_block() -> None:
         vector += 1
     assert doubled.tolist() == [2.0, 4.0]
     assert vector.tolist() == [2.0, 3.0]
+
+
+def many(count: int, shape: tuple[int, ...] = (1, 3), dtype: Any = None) -> list[Any]:
+    return [torch.rand(shape).to(dtype or torch.float32) for _ in range(count)]
+
+
+LISTS = {
+    "alike": many(40),
+    "of growing shape": [*many(1, (7, 3)), *many(30), *many(5, (2, 3)), *many(20)],
+    "of numbers": many(40, ()),
+    "of nothing": many(40, (0, 3)),
+    "of two dtypes": [*many(20), *many(20, dtype=torch.bfloat16), *many(3)],
+    "one of them large": [*many(20), torch.rand(300, 300), *many(20)],
+    "one of them with a gradient": [*many(20), torch.rand(1, 3, requires_grad=True)],
+    "one of them no tensor": [*many(20), 5, *many(3)],
+    "of views": list(torch.rand(50, 3).split(1)) + list(torch.rand(3, 50).t().split(1)),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_many_tensors(kind: str) -> None:
+    for got in both(LISTS[kind]):
+        assert len(got) == len(LISTS[kind])
+        for one, other in zip(got, LISTS[kind], strict=True):
+            assert same(one, other) if isinstance(other, torch.Tensor) else one == other
+        tensors = [each for each in got if isinstance(each, torch.Tensor)]
+        assert len({each.untyped_storage().data_ptr() for each in tensors if each.numel()}) == len(
+            [each for each in tensors if each.numel()]
+        )
+
+
+def test_a_list_of_many_tensors_in_two_places_is_one() -> None:
+    rows = many(40)
+    for got in both({"a": rows, "b": [rows, 1], "other": list(rows), "one": rows[7], "twice": [rows[3]] * 20}):
+        assert got["b"][0] is got["a"]
+        assert got["other"] is not got["a"]
+        assert all(one is other for one, other in zip(got["other"], got["a"], strict=True))
+        assert got["one"] is got["a"][7]
+        assert all(each is got["a"][3] for each in got["twice"])
+        got["a"].append(1)
+        assert len(got["other"]) == 40
+
+
+def test_what_was_received_may_be_used_again() -> None:
+    buffers: list[Any] = []
+    rows = many(40)
+    data = dumps(rows, buffers=buffers)
+    received = [bytearray(buffer) for buffer in buffers]
+    got = loads(data, str, received)
+    for buffer in received:
+        buffer[:] = bytes(len(buffer))
+    assert all(same(one, other) for one, other in zip(got, rows, strict=True))

@@ -43,8 +43,13 @@ class FakeBackend(Backend):
         namespace = loads(invoke.block.values, keys.__getitem__)
         self.namespaces.append(namespace)
         namespace["__endoscope_save__"] = save
+        namespace["__endoscope_output__"] = output
         exec(invoke.block.code.compile(), namespace)
         return namespace
+
+
+def output(owner: Any, item: int | None = None) -> Any:
+    return owner.output if item is None else owner.output[item]
 
 
 class NoBackend(Backend):

@@ -41,4 +41,4 @@ class Cache:
 
     def values(self) -> dict[str, list[Any]]:
         """The kept outputs by module path, one for each visit, in order."""
-        return {path: [copy.view(index)[0] for copy, index in visits] for path, visits in self.visits.items()}
+        return {path: [copy.view(index) for copy, index in visits] for path, visits in self.visits.items()}

@@ -12,7 +12,7 @@ from torch import nn
 from endoscope.errors import NeverRanError, OutOfOrderError, ReplacementError, SiteError
 from endoscope.probing.limits import Limits
 from endoscope.probing.probe import NOTHING, Probe
-from endoscope.probing.rows import READS_ONLY, Copy, Edit, Layout, Span, Step, matched
+from endoscope.probing.rows import NO_TENSORS, READS_ONLY, Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
 from endoscope.probing.skip import Skips
 from endoscope.probing.state import tracked
@@ -48,6 +48,8 @@ class Handoffs:
         """Modules that keep something for the requests between calls, or hold one that does."""
         self.running = False
         """Whether modules run in the current step, rather than what comes behind them."""
+        self.item: OneItem | None = None
+        """What the probes of the visit under way are handed, if that is one item of a tuple."""
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
     def begin(
@@ -64,26 +66,31 @@ class Handoffs:
         """
         self.step = Step(tokens, requests)
         self._last_layout = [], self._last_layout[1]
+        self.item = None
         self.skips.begin(tokens if rows is None else rows)
         pairs = tuple(probes)
         self.probes = tuple(probe for probe, _, _ in pairs)
         self.running = True
-        for probe, span, samples in pairs:
-            probe.span = span
-            probe.samples = samples
-            probe.position = -1
-            probe.in_step = True
-            if probe.lacks:
-                self.skips.watch(probe)
-            if probe.dead:
-                continue
-            if not probe:
-                probe.turn()
-            elif probe.site is self.next_step:
-                probe.leave()
-                probe.turn(True)
-            elif (site := probe.site) is not None and probe not in site.waiting:
-                self.wanted(probe, site)
+        with Turns() as turns:
+            for probe, span, samples in pairs:
+                probe.span = span
+                probe.samples = samples
+                probe.position = -1
+                probe.in_step = True
+                if probe.lacks:
+                    self.skips.watch(probe)
+                if probe.dead:
+                    continue
+                if not probe:
+                    probe.turn(turns=turns)
+                elif probe.site is self.next_step:
+                    probe.leave()
+                    if probe.reads_only:
+                        probe.read(True)
+                    else:
+                        probe.turn(True, turns=turns)
+                elif (site := probe.site) is not None and probe not in site.waiting:
+                    self.wanted(probe, site)
         if self.probes and not self.wrappers.recorded:
             self.wrappers.record()
         elif len(self.wrappers):
@@ -134,19 +141,26 @@ class Handoffs:
             probes, site.waiting = site.waiting, []
             position = site.position
             with Turns() as turns:
-                copy = Copy(value if edit is None else edit.result(value), self._layout(probes))
-                for index, probe in enumerate(probes):
-                    view, parts = copy.view(index)
+                source, layout = value if edit is None else edit.result(value), self._layout(probes)
+                self.item = item = OneItem.of(source, layout, probes)
+                copy = Copy(source if item is None else source[item.number], layout)
+                nobodys = None in copy.cuts
+                for probe, (view, parts) in zip(probes, copy.views(), strict=True):
                     if position is not None:
                         probe.position = position
-                    probe.fixed = copy.nobodys(parts)
+                    probe.partial = item is not None
+                    probe.fixed = copy.nobodys(parts) if nobodys else NO_TENSORS
                     if probe.reads_only:
                         probe.read(view)
                     else:
                         probe.turn(view, turns=turns)
-                    if probe.error is None and (probe.replacement is not NOTHING or any(map(_version, parts))):
+                    if item is not None and not probe.partial:
+                        # It has asked for the rest as well.
+                        view = parts = probe.shown
+                    if (probe.replacement is not NOTHING or any(map(_version, parts))) and probe.error is None:
                         edit = edit or Edit(value, self.step)
                         self._collect(probe, site, view, parts, edit)
+                self.item = None
         return edit if edit is not None and edit.fresh else None
 
     def _layout(self, probes: list[Probe]) -> Layout:
@@ -166,7 +180,8 @@ class Handoffs:
             # Matched anew: what was assigned may have been changed in place since.
             rows = parts if probe.replacement is NOTHING else matched(site.name, view, probe.replacement)
             site.check(rows)
-            pairs = enumerate(zip(parts, rows, strict=True))
+            first = self.item.number if self.item is not None and probe.partial else 0
+            pairs = enumerate(zip(parts, rows, strict=True), first)
             edit.write(probe.span, [(index, new) for index, (part, new) in pairs if new is not part or part._version])
             probe.edited = True
             # What is done to logits or samples is in the request's tokens, and is not lost with its keys and values.
@@ -303,6 +318,38 @@ class Handoffs:
             hidden[start:stop] = edit.fresh[0][start:stop]
             residual[start:stop] = 0
         return hidden, residual
+
+
+class OneItem:
+    """A visit to a site whose value is a tuple of tensors, of which all who wait there want the same one."""
+
+    __slots__ = ("_layout", "_probes", "_rest", "_source", "number")
+
+    def __init__(self, source: tuple[torch.Tensor, ...], number: int, layout: Layout, probes: list[Probe]) -> None:
+        self.number = number
+        self._source = source
+        self._layout = layout
+        self._probes = probes
+        self._rest: Copy | None = None
+
+    @classmethod
+    def of(cls, value: Any, layout: Layout, probes: list[Probe]) -> OneItem | None:
+        """The visit of these probes, or ``None`` if it is none of this kind."""
+        number = probes[0].item
+        if number is None or type(value) is not tuple or number >= len(value):
+            return None
+        if not all(isinstance(each, torch.Tensor) for each in value) or any(p.item != number for p in probes):
+            return None
+        return cls(value, number, layout, probes)
+
+    def whole(self, probe: Probe) -> tuple[torch.Tensor, ...]:
+        """The whole value for a probe that has the turn, with the item that it was handed in it."""
+        with tracked():
+            if self._rest is None:
+                self._rest = Copy((*self._source[: self.number], *self._source[self.number + 1 :]), self._layout)
+            rest = self._rest.view(self._probes.index(probe))
+        probe.fixed = probe.fixed + (self._rest.nobodys(rest) if None in self._rest.cuts else NO_TENSORS)
+        return (*rest[: self.number], probe.value, *rest[self.number :])
 
 
 _version = operator.attrgetter("_version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,8 +113,12 @@ class Held:
             count = len(container)
             if count > known:
                 values = container.values() if isinstance(container, dict) else container
-                for value in list(islice(values, known, None)):
-                    self._add(value, exact)
+                new = list(islice(values, known, None))
+                if not exact and set(map(type, new)) == _TENSORS:
+                    self.total += sum(map(_nbytes, new))
+                else:
+                    for value in new:
+                        self._add(value, exact)
                 containers[index] = container, count
 
     def _add(self, value: Any, exact: bool) -> None:
@@ -131,6 +136,11 @@ class Held:
             self.total += len(value)
         elif type(value).__module__ == "numpy":
             self.total += int(value.nbytes)
+
+
+_TENSORS = {torch.Tensor}
+
+_nbytes = operator.attrgetter("nbytes")
 
 
 def too_much(total: int, limit: int) -> SaveLimitError:

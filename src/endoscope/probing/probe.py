@@ -15,6 +15,8 @@ from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
 from endoscope.probing.streams import Lines, Send, Turn
 from endoscope.probing.turns import Aside, Turns
+from endoscope.tracing.rewrite import SAVE
+from endoscope.tracing.sites import OUTPUT
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,44 @@ class Probe(greenlet):
         send: sends home what the block prints, warns and emits.
     """
 
+    __slots__ = (
+        "aside",
+        "caches",
+        "code",
+        "edited",
+        "edited_pass",
+        "error",
+        "finished",
+        "fixed",
+        "held",
+        "holds",
+        "host",
+        "in_step",
+        "item",
+        "kept",
+        "lacks",
+        "last",
+        "last_step",
+        "lines",
+        "namespace",
+        "outside",
+        "partial",
+        "position",
+        "reads_only",
+        "replacement",
+        "request",
+        "samples",
+        "send",
+        "shown",
+        "site",
+        "skips_throughout",
+        "span",
+        "step",
+        "stopped",
+        "value",
+    )  # fmt: skip
+    # Of many probes, each one's attributes lie together: memory that the model's pass has driven out of the caches.
+
     def __init__(
         self,
         code: CodeType,
@@ -73,6 +113,10 @@ class Probe(greenlet):
         self.position = -1
         self.site: Site | None = None
         """Where the probe is parked; ``None`` while it has the turn."""
+        self.item: int | None = None
+        """The only item of the site's value that it waits for; ``None`` for all of it."""
+        self.partial = False
+        """Whether it was handed no more than that item."""
         self.last: Site | None = None
         """The site where the probe stopped last."""
         self.holds = False
@@ -110,10 +154,16 @@ class Probe(greenlet):
     def _deep(self, _: Any = None) -> None:
         _deepened(self)
 
+    def _start(self, argument: Any) -> None:
+        _far_down(self.switch, argument)
+
     def _block(self) -> None:
+        from endoscope.probing.views import output_of  # which is about probes itself
+
         namespace = self.namespace
         namespace["__builtins__"] = __builtins__
-        namespace["__endoscope_save__"] = save_method
+        namespace[SAVE] = save_method
+        namespace[OUTPUT] = output_of
         namespace.setdefault("__name__", "__block__")
         self.outside = dict(namespace)
         try:
@@ -130,13 +180,36 @@ class Probe(greenlet):
 
         Within one visit the same object is returned at every call.
         """
-        if self.last is site and self.holds:
-            return self.value
+        if not (self.last is site and self.holds):
+            return self._arrive(site)
+        if self.partial and (item := self.host.item) is not None:
+            self.value = self.shown = item.whole(self)
+            self.partial = False
+        return self.value
+
+    def take_item(self, site: Site, item: int) -> Any:
+        """``take(site)[item]``, for which no more than that item need be handed over."""
+        if not (self.last is site and self.holds):
+            value = self._arrive(site, item)
+        elif self.partial and item != self.item:
+            value = self.take(site)
+        else:
+            value = self.value
+        return value if self.partial else value[item]
+
+    def _arrive(self, site: Site, item: int | None = None) -> Any:
         position = site.position
         if position is None or position <= self.position or site.residual or self.finished:
             self.host.check(self, site)
-        value = self.park(site)
-        self.last, self.holds, self.value, self.shown = site, True, value, value
+        if self.stopped:
+            raise StopBlock
+        self.site = site
+        self.item = item
+        self.holds = False
+        self.host.wanted(self, site)
+        self.value = self.shown = value = self.parent.switch()  # type: ignore[union-attr]
+        self.last = site
+        self.holds = True
         return value
 
     def park(self, site: Site) -> Any:
@@ -144,6 +217,7 @@ class Probe(greenlet):
         if self.stopped:  # and the block has caught what tracer.stop() raised, and goes on
             raise StopBlock
         self.site = site
+        self.item = None
         self.holds = False
         self.host.wanted(self, site)
         return self.parent.switch()  # type: ignore[union-attr]
@@ -225,10 +299,11 @@ class Probe(greenlet):
             self.parent = current
         self.site = None
         self.replacement = NOTHING
+        started = self or self.dead
         if throw is None:
-            turns.give(self, self.switch, value)
+            turns.give(self, self.switch if started else self._start, value)
             return
-        if not self and not self.dead:
+        if not started:
             # A greenlet that was never started would raise it here.
             if not isinstance(throw, GreenletExit):
                 self.error = throw
@@ -307,23 +382,35 @@ class Probe(greenlet):
         self.value = self.shown = self.replacement = self.site = self.last = None
 
 
-def _deepened_block() -> Callable[[Probe], None]:
-    """Runs a probe's block below more C frames than torch looks at when it makes an error.
-
-    A C++ error of torch takes down the 64 innermost return addresses of the stack. Behind the first frame of a
-    greenlet there is whatever the model's side has on the stack by then, and to follow that as if it were frames can
-    end the process. A staticmethod that is called costs one small C frame and nothing else.
-    """
-    run: Any = Probe._block
-    for _ in range(BACKTRACE + 6):
+def _below(run: Callable[..., Any], frames: int) -> Callable[..., Any]:
+    """Calls ``run`` below so many more C frames: a staticmethod that is called costs a small one and nothing else."""
+    for _ in range(frames):
         run = staticmethod(run)
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 BACKTRACE = 64
 """How many frames ``c10::get_lazy_backtrace`` takes."""
 
-_deepened = _deepened_block()
+_deepened = _below(Probe._block, BACKTRACE + 6)
+"""Runs a probe's block below more C frames than torch looks at when it makes an error.
+
+A C++ error of torch takes down the 64 innermost return addresses of the stack. Behind the first frame of a
+greenlet there is whatever the model's side has on the stack by then, and to follow that as if it were frames can
+end the process.
+"""
+
+
+def _run(run: Callable[[Any], object], argument: Any) -> None:
+    run(argument)
+
+
+_far_down = _below(_run, 160)
+"""Starts a probe some ten kilobytes further down the stack than where the model calls its modules.
+
+What two greenlets have at the same addresses of the stack is copied away and back at every turn; that far down, the
+frames of the model stay where they are.
+"""
 
 
 ENDINGS = 8

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -133,14 +134,14 @@ class Copy:
     Nothing of the engine's own tensors is kept.
     """
 
-    __slots__ = ("_flat", "_pieces", "_views", "bases", "count", "cuts", "value")
+    __slots__ = ("_flat", "_parts", "_pieces", "bases", "count", "cuts", "value")
 
     def __init__(self, value: Any, layout: Layout) -> None:
         self.count = layout.count
         self.bases: list[torch.Tensor] = []
         self.cuts: list[Cuts | None] = []
         self._pieces: list[list[torch.Tensor]] | None = None
-        self._views: list[tuple[torch.Tensor, ...]] | None = None
+        self._parts: list[tuple[torch.Tensor, ...]] | None = None
         self._flat = type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value)
         for tensor in (value,) if isinstance(value, torch.Tensor) else value if self._flat else tensors(value):
             cuts = layout.of(tensor)
@@ -171,27 +172,31 @@ class Copy:
                     self._pieces.append([split[index] for index in cuts[3]])
         return self._pieces
 
-    def view(self, index: int) -> tuple[Any, Sequence[torch.Tensor]]:
-        """What request number ``index`` of the layout gets, and the tensors in it."""
-        if self._views is None:
-            self._views = list(zip(*self.pieces(), strict=True)) if self.bases else [()] * self.count
-        parts = self._views[index]
+    def views(self) -> Iterable[tuple[Any, Sequence[torch.Tensor]]]:
+        """What each request of the layout gets, in its order, and the tensors in it."""
+        if self._parts is None:
+            self._parts = list(zip(*self.pieces(), strict=True)) if self.bases else [()] * self.count
+        parts = self._parts
         if self._flat:
-            return parts, parts
-        value = self.value
-        if isinstance(value, torch.Tensor):
-            return parts[0], parts
+            return zip(parts, parts, strict=True)
+        return [(self._view(each), each) for each in parts]
+
+    def view(self, index: int) -> Any:
+        """What request number ``index`` of the layout gets."""
+        return next(islice(self.views(), index, None))[0]
+
+    def _view(self, parts: Sequence[torch.Tensor]) -> Any:
+        if isinstance(self.value, torch.Tensor):
+            return parts[0]
         piece = iter(parts)
-        return walk(value, lambda tensor: next(piece)), parts
+        return walk(self.value, lambda tensor: next(piece))
 
     def nobodys(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a request's parts that are not cut: their rows belong to no request."""
-        if None not in self.cuts:
-            return _NONE
         return [part for part, cuts in zip(parts, self.cuts, strict=True) if cuts is None]
 
 
-_NONE: list[torch.Tensor] = []
+NO_TENSORS: list[torch.Tensor] = []
 
 
 def matched(name: str, expected: Any, given: Any) -> list[torch.Tensor]:

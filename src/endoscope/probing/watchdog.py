@@ -66,7 +66,6 @@ class Watchdog:
         self._ident = threading.get_ident()
         self._running = False
         self._lock = threading.Lock()
-        self._wanted: tuple[_Seen, BlockError] | None = None
         self._times = 0
         if self._able and signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.signal(SIGNAL, _interrupted)
@@ -85,7 +84,7 @@ class Watchdog:
             time.sleep(POLL)
             now, at = _now(), time.monotonic()
             if not _same(seen, now):
-                seen, since, self._times, self._wanted = now, at, 0, None
+                seen, since, self._times = now, at, 0
                 if now is not None:
                     active = at
                 elif at - active > IDLE:

@@ -17,6 +17,7 @@ from endoscope.tracing.names import lookup
 from endoscope.tracing.reads import reads_only
 from endoscope.tracing.rewrite import rewrite
 from endoscope.tracing.serialize import dumps
+from endoscope.tracing.sites import name_items
 from endoscope.tracing.skips import skips_throughout
 
 if TYPE_CHECKING:
@@ -94,14 +95,16 @@ class Code(msgspec.Struct, frozen=True):
 
         The namespace is one dict that holds the outside values and receives the names that the block binds. It also
         holds ``__endoscope_save__``, which is called with a value and the text of its expression for each
-        ``value.save()``. Lines, columns and the filename are those of the user's file, so tracebacks show it.
+        ``value.save()``, and ``__endoscope_output__``, which is called with an object for each ``module.output``, and
+        with a number as well for each ``module.output[0]``. Lines, columns and the filename are those of the user's
+        file, so tracebacks show it.
         """
         return _compile(self)
 
 
 @lru_cache(maxsize=1024)
 def _compile(unit: Code) -> CodeType:
-    tree = ast.Module(unit.rewritten(), [])
+    tree = ast.Module(name_items(unit.rewritten()), [])
     code: CodeType = compile(tree, unit.filename, "exec", flags=unit.flags, dont_inherit=True)
     return code.replace(co_name="<block>", co_qualname="<block>")
 

@@ -22,7 +22,7 @@ from endoscope.errors import SerializationError
 from endoscope.tracing.classes import Classes
 from endoscope.tracing.origin import folder_of, import_from, is_users
 from endoscope.tracing.refuse import refusal
-from endoscope.tracing.tensors import Packer, is_plain_tensor, reduce_tensor, unpack
+from endoscope.tracing.tensors import Packer, Place, is_plain_tensor, reduce_tensor, unpack
 
 _PROTOCOL = 5
 _NO_REFERENCES: Mapping[int, tuple[str, ...]] = MappingProxyType({})
@@ -112,11 +112,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.packer = None if buffers is None else Packer()
         self._by_value: set[str] = set()
 
-    def persistent_id(self, value: object) -> tuple[str, ...] | int | None:
+    def persistent_id(self, value: object) -> tuple[str, ...] | Place | int | None:
         if isinstance(value, Referenced):
             return value.reference()
-        if self.packer is not None and (place := self.packer.take(value)) is not None:
-            return place
+        if self.packer is not None:
+            place = self.packer.take_list(value) if type(value) is list else self.packer.take(value)
+            if place is not None:
+                return place
         return self._references.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
@@ -162,13 +164,19 @@ class _Unpickler(pickle.Unpickler):
         self._classes = Classes(own_classes)
         self._resolve = resolve
         self._packed = packed
+        self._lists: dict[Place, list[Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         return self._classes.around(found) if module == "cloudpickle.cloudpickle" else found
 
     def persistent_load(self, key: Any) -> Any:
-        return self._packed[key] if type(key) is int else self._resolve(key)
+        if type(key) is int:
+            return self._packed[key]
+        if type(key[0]) is int:
+            # A list that is found in several places is one.
+            return self._lists.setdefault(key, self._packed[slice(*key)])
+        return self._resolve(key)
 
 
 class _ByValue:

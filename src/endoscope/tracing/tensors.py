@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
@@ -77,6 +79,16 @@ Run = tuple[str, tuple[int, ...], int]
 """In a pack: the dtype and the shape of tensors that follow each other, and how many they are."""
 
 
+MANY = 16
+"""So many tensors in a list are looked at together."""
+
+Place = tuple[int, int]
+"""In a pack: the numbers of the tensors of a list, from the first to behind the last."""
+
+_KIND = operator.attrgetter("dtype", "layout", "is_cpu", "requires_grad")
+_SHAPE = operator.attrgetter("shape")
+
+
 class Packer:
     """Collects small tensors, of which a block may keep a thousand: they travel as one buffer for each dtype."""
 
@@ -86,6 +98,7 @@ class Packer:
         self._strided = getattr(torch, "strided", None)
         self._dtypes = () if self._kind is None else {getattr(torch, name) for name in _PACKABLE}
         self._places: dict[int, int] = {}
+        self._lists: dict[int, Place] = {}
         self._runs: list[tuple[Any, tuple[int, ...], list[Any]]] = []
 
     def take(self, tensor: Any) -> int | None:
@@ -106,6 +119,32 @@ class Packer:
             self._runs.append((dtype, shape, []))
         self._runs[-1][2].append(tensor)
         place = self._places[id(tensor)] = len(self._places)
+        return place
+
+    def take_list(self, values: list[Any]) -> Place | None:
+        """Where the tensors of a list are in the pack, or ``None`` if it is to be looked at item by item.
+
+        A block that keeps a row of each layer at each step has a thousand of them in one.
+        """
+        if len(values) < MANY or set(map(type, values)) != {self._kind}:
+            return None
+        place = self._lists.get(id(values))
+        if place is not None:
+            return place
+        kinds = set(map(_KIND, values))
+        dtype, layout, is_cpu, requires_grad = kinds.pop()
+        if kinds or dtype not in self._dtypes or layout is not self._strided or not is_cpu or requires_grad:
+            return None
+        runs = [(dtype, shape, list(alike)) for shape, alike in itertools.groupby(values, _SHAPE)]
+        if any(alike[0].nbytes > PACKED for _, _, alike in runs):
+            return None
+        ids = set(map(id, values))
+        if len(ids) < len(values) or not ids.isdisjoint(self._places):
+            return None
+        start = len(self._places)
+        self._places.update(zip(map(id, values), itertools.count(start), strict=False))
+        self._runs += runs
+        place = self._lists[id(values)] = start, start + len(values)
         return place
 
     def close(self) -> tuple[list[Run], list[PickleBuffer]]:
@@ -141,9 +180,11 @@ def unpack(runs: list[Run], buffers: Iterator[Any]) -> list[Any]:
     tensors: list[Any] = []
     for name, shape, count in runs:
         if name not in flat:
-            own = bytearray(next(buffers))
+            data = next(buffers)
             kind = getattr(torch, name)
-            flat[name] = torch.frombuffer(own, dtype=kind) if own else torch.empty(0, dtype=kind, device="cpu")
+            # What is read-only is copied first, since torch warns of tensors in it.
+            own = bytearray(data) if memoryview(data).readonly else data
+            flat[name] = torch.frombuffer(own, dtype=kind) if len(own) else torch.empty(0, dtype=kind, device="cpu")
         start = used.get(name, 0)
         stop = used[name] = start + count * math.prod(shape)
         tensors.extend(torch.unbind_copy(flat[name][start:stop].view(count, *shape), 0))

@@ -131,9 +131,17 @@ def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
             raise EngineArgumentError(f"vLLM refuses the engine's arguments: {error}") from error
         if _chooses_v2(arguments):
             raise UnsupportedError(_V2) from error
+        if _on_cpu() and "kv_cache_memory_bytes" not in arguments and "initialization failed" in str(error):
+            error.add_note(NO_MEMORY_GIVEN)
         raise
     finally:
         names.update(hidden)
+
+
+NO_MEMORY_GIVEN = (
+    "vLLM's log above says why. Where it wants more memory than is free: on the CPU it takes most of the machine's for "
+    "keys and values, unless it is told how much to take, as in VLLM(..., kv_cache_memory_bytes=1 << 28)"
+)
 
 
 def _chooses_v2(arguments: Mapping[str, Any]) -> bool:
@@ -528,18 +536,16 @@ def change_logits(runner: Any, change: Callable[[Any], Any]) -> None:
 
 
 def after_sampling(runner: Any, change: Callable[[Any], Any]) -> None:
-    """Let ``change`` have the tokens ``[requests, 1]`` of each step as soon as they are sampled.
+    """Let ``change`` have the tokens ``[requests]`` of each step as soon as they are sampled.
 
     That is before the sampler looks up their log-probabilities and ranks, so these are of the changed tokens.
     """
-    import torch
-
     sampler = runner.sampler
     sample = sampler.sample
 
     def sample_and_change(*args: Any, **kwargs: Any) -> Any:
         tokens, processed = sample(*args, **kwargs)
-        return change(tokens.to(torch.int32)[:, None])[:, 0], processed
+        return change(tokens), processed
 
     sampler.sample = sample_and_change
 
@@ -665,6 +671,11 @@ def runs_ahead(config: Any) -> bool:
     return bool(config.scheduler_config.async_scheduling)
 
 
+def is_traced(request: Any) -> bool:
+    """Whether a request carries a block."""
+    return submission_of(request.sampling_params) is not None
+
+
 def may_edit(request: Any) -> bool:
     """Whether a request carries a block that is not known to only read."""
     data = submission_of(request.sampling_params)
@@ -673,7 +684,7 @@ def may_edit(request: Any) -> bool:
 
 def unseen(request: Any) -> bool:
     """Whether a request's block still has to be shown the prompt; what comes anew after a preemption, it has seen."""
-    return not request.num_preemptions and submission_of(request.sampling_params) is not None
+    return not request.num_preemptions and is_traced(request)
 
 
 def ends_by_token(request: Any) -> bool:
@@ -805,7 +816,7 @@ def joined(scheduler: Any, scheduler_output: Any) -> list[Any]:
     """The traced requests that begin, or go on after a preemption, with a step."""
     new = [each.req_id for each in scheduler_output.scheduled_new_reqs]
     requests = [scheduler.requests[name] for name in (*new, *resumed(scheduler_output))]
-    return [request for request in requests if submission_of(request.sampling_params) is not None]
+    return [request for request in requests if is_traced(request)]
 
 
 _SPARED = 1 << 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pickle import PickleBuffer
 from typing import Any
 
@@ -14,10 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Sends messages to inboxes by address; an inbox that is gone costs its messages and nothing else."""
+    """Sends messages to inboxes by address; an inbox that is gone costs its messages and nothing else.
 
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    Args:
+        cpus: where the thread may run that does the sending. vLLM binds its workers on the CPU to some cores, which
+            are for the model.
+    """
+
+    def __init__(self, cpus: Iterable[int] = ()) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for cpu in cpus:
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def send(self, home: str, message: Message, buffers: list[PickleBuffer] | None = None) -> None:
@@ -46,3 +54,4 @@ class Outbox:
         for socket in self._sockets.values():
             socket.close()
         self._sockets.clear()
+        self._context.term()

@@ -66,9 +66,12 @@ class EngineProbes:
         model: the loaded model.
         tokenizer: returns its tokenizer.
         reports: whether this rank sends values home; the others run the same blocks and keep quiet.
+        cpus: where the thread may run that sends them.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True, cpus: Iterable[int] = ()
+    ) -> None:
         self.handoffs = Handoffs(model)
         self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
         self.handoffs.samples.limit = internals.vocabulary(model)
@@ -77,7 +80,7 @@ class EngineProbes:
         self.model = ModelView(self.handoffs, tokenizer)
         self.tracer = BlockTracer(self.handoffs)
         self.tokenizer = tokenizer
-        self.outbox = Outbox() if reports else None
+        self.outbox = Outbox(cpus) if reports else None
         self.traced: dict[str, Traced] = {}
         self.current: list[Traced] = []
         self.due: list[Traced] = []
@@ -163,15 +166,17 @@ class EngineProbes:
         self.over[traced.probe.request] = False
         self._settle(traced)
 
-    def finish(self, request: str) -> None:
-        """The request has ended: so does its block, and what it saved goes home."""
-        traced = self.traced.pop(request, None)
-        if traced is None:
-            return
-        traced.probe.finish()
-        self._report(traced)
-        traced.probe.clear()
-        self._rest()
+    def finish(self, requests: Iterable[str]) -> None:
+        """Requests have ended: so do their blocks, and what these saved goes home."""
+        finished = [traced for request in requests if (traced := self.traced.pop(request, None)) is not None]
+        for traced in finished:
+            traced.probe.finish()
+            self._report(traced)
+        # Behind all reports: a client waits for these.
+        for traced in finished:
+            traced.probe.clear()
+        if finished:
+            self._rest()
 
     def release(self, requests: Iterable[str]) -> None:
         """Nobody waits for these requests any more: end their blocks and send nothing."""
@@ -304,9 +309,9 @@ class EngineProbes:
         """Send what blocks saved that ended in the last step: only now, so that nobody's token waits for it."""
         due, self.due = self.due, []
         for traced in due:
-            if not traced.reported:
-                self._report(traced)
-                traced.probe.clear()
+            self._report(traced)
+        for traced in due:
+            traced.probe.clear()
 
     def _report(self, traced: Traced) -> None:
         if traced.reported:

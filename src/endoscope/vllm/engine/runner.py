@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from endoscope.vllm import internals
@@ -13,9 +14,10 @@ class TracedRunner:
 
     probes: EngineProbes
 
-    def attach(self, reports: bool) -> None:
+    def attach(self, reports: bool, cpus: Iterable[int]) -> None:
         """Begin to serve traces; the model is loaded."""
-        self.probes = EngineProbes(internals.runner_model(self), lambda: internals.runner_tokenizer(self), reports)
+        model = internals.runner_model(self)
+        self.probes = EngineProbes(model, lambda: internals.runner_tokenizer(self), reports, cpus)
         self._in_step = False
         self._grammar: Any = None
         internals.after_sampling(self, self._sampled)
@@ -24,8 +26,7 @@ class TracedRunner:
     def _update_states(self, scheduler_output: Any) -> Any:
         probes = self.probes
         probes.send()
-        for request in scheduler_output.finished_req_ids:
-            probes.finish(request)
+        probes.finish(scheduler_output.finished_req_ids)
         for request, data, tokens in internals.new_submissions(scheduler_output):
             probes.admit(request, data, tokens)
         if probes:
@@ -58,11 +59,11 @@ class TracedRunner:
         return output
 
     def _sampled(self, tokens: Any) -> Any:
-        """The step's tokens, ``[requests, 1]``, before anything is reported of them."""
+        """The step's tokens, ``[requests]``, before anything is reported of them."""
         if not self._in_step:
             return tokens
-        tokens = self.probes.samples(tokens)
+        tokens = self.probes.samples(tokens[:, None].int())
         if self._grammar is not None:
             for request, token in internals.refused_tokens(self, self._grammar, tokens, self.probes.editing()):
                 self.probes.refuse(request, token)
-        return tokens
+        return tokens[:, 0]

@@ -20,11 +20,16 @@ class _Traces:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         internals.whole_prompts(self)
+        self._traced: set[str] = set()
+        """The traced requests, waiting and running."""
         self._late: Any = None
         """A traced prompt that has been patient for long enough."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, as vLLM does; a traced prompt that has waited too long gets its budget first."""
+        if not self._traced:
+            self._late = None
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         aside, first = self._not_yet(), self._late
         self._late = None
         if first is not None and internals.could_start(self, first):
@@ -39,6 +44,16 @@ class _Traces:
         self._welcome(internals.joined(self, output))
         self._count_waiting(output, first)
         return output
+
+    def add_request(self, request: Any) -> None:
+        """Take in a request, as vLLM does."""
+        if internals.is_traced(request):
+            self._traced.add(request.request_id)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._traced.discard(request.request_id)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _not_yet(self) -> set[Any]:
         """Running requests that cannot be in the step."""
