@@ -144,7 +144,7 @@ class Handoffs:
                 source, layout = value if edit is None else edit.result(value), self._layout(probes)
                 self.item = item = OneItem.of(source, layout, probes)
                 copy = Copy(source if item is None else source[item.number], layout)
-                nobodys = None in copy.cuts
+                nobodys, one = None in copy.cuts, isinstance(copy.value, torch.Tensor)
                 for probe, (view, parts) in zip(probes, copy.views(), strict=True):
                     if position is not None:
                         probe.position = position
@@ -157,7 +157,10 @@ class Handoffs:
                     if item is not None and not probe.partial:
                         # It has asked for the rest as well.
                         view = parts = probe.shown
-                    if (probe.replacement is not NOTHING or any(map(_version, parts))) and probe.error is None:
+                        written = any(map(_version, parts))
+                    else:
+                        written = view._version if one else any(map(_version, parts))
+                    if (written or probe.replacement is not NOTHING) and probe.error is None:
                         edit = edit or Edit(value, self.step)
                         self._collect(probe, site, view, parts, edit)
                 self.item = None

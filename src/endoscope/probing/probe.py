@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -152,10 +153,13 @@ class Probe(greenlet):
     # What runs in the probe's own greenlet.
 
     def _deep(self, _: Any = None) -> None:
-        _deepened(self)
+        _under_frames(self._block)
 
     def _start(self, argument: Any) -> None:
-        _far_down(self.switch, argument)
+        def start() -> None:
+            self.switch(argument)
+
+        _far_down(start)
 
     def _block(self) -> None:
         from endoscope.probing.views import output_of  # which is about probes itself
@@ -382,35 +386,34 @@ class Probe(greenlet):
         self.value = self.shown = self.replacement = self.site = self.last = None
 
 
-def _below(run: Callable[..., Any], frames: int) -> Callable[..., Any]:
-    """Calls ``run`` below so many more C frames: a staticmethod that is called costs a small one and nothing else."""
-    for _ in range(frames):
-        run = staticmethod(run)
-    return run
-
-
 BACKTRACE = 64
 """How many frames ``c10::get_lazy_backtrace`` takes."""
 
-_deepened = _below(Probe._block, BACKTRACE + 6)
-"""Runs a probe's block below more C frames than torch looks at when it makes an error.
 
-A C++ error of torch takes down the 64 innermost return addresses of the stack. Behind the first frame of a
-greenlet there is whatever the model's side has on the stack by then, and to follow that as if it were frames can
-end the process.
-"""
+def _under_frames(run: Callable[[], None]) -> None:
+    """Run a probe's block below more C frames than torch looks at when it makes an error.
+
+    A C++ error of torch takes down the 64 innermost return addresses of the stack. Behind the first frame of a
+    greenlet there is whatever the model's side has on the stack by then, and to follow that as if it were frames can
+    end the process. A chain of chains costs one frame of 32 bytes for each, which matters: all of them are copied
+    away and back whenever the block gives the turn back.
+    """
+    once: Iterator[Any] = iter(run, NOTHING)
+    for _ in range(BACKTRACE + 6):
+        once = chain(once)
+    next(once)
 
 
-def _run(run: Callable[[Any], object], argument: Any) -> None:
-    run(argument)
+def _far_down(run: Callable[[], None]) -> None:
+    """Start a probe some ten kilobytes further down the stack than where the model calls its modules.
 
-
-_far_down = _below(_run, 160)
-"""Starts a probe some ten kilobytes further down the stack than where the model calls its modules.
-
-What two greenlets have at the same addresses of the stack is copied away and back at every turn; that far down, the
-frames of the model stay where they are.
-"""
+    What two greenlets have at the same addresses of the stack is copied away and back at every turn; that far down,
+    the frames of the model stay where they are.
+    """
+    once: Iterator[Any] = iter(run, NOTHING)
+    for _ in range(100):
+        once = map(bool, once)
+    next(once)
 
 
 ENDINGS = 8

@@ -179,6 +179,8 @@ class Copy:
         parts = self._parts
         if self._flat:
             return zip(parts, parts, strict=True)
+        if isinstance(self.value, torch.Tensor):
+            return zip(self.pieces()[0], parts, strict=True)
         return [(self._view(each), each) for each in parts]
 
     def view(self, index: int) -> Any:
@@ -186,8 +188,6 @@ class Copy:
         return next(islice(self.views(), index, None))[0]
 
     def _view(self, parts: Sequence[torch.Tensor]) -> Any:
-        if isinstance(self.value, torch.Tensor):
-            return parts[0]
         piece = iter(parts)
         return walk(self.value, lambda tensor: next(piece))
 
