@@ -127,6 +127,12 @@ def test_objects_of_the_user_have_outputs_of_their_own(model: Any) -> None:
                 pass
             case _:
                 matched = "no".save()
+        class Names:
+            output = int
+        Mine.output = "key"
+        match {"key": 5, "other": 6}:
+            case {Mine.output: Names.output() as value, "other": 6}:
+                matched_too = [value, f"{Mine.output=}"].save()
         h = model.get_submodule(path).output[0]
         try:
             model.get_submodule(path).output[2]
@@ -137,6 +143,7 @@ def test_objects_of_the_user_have_outputs_of_their_own(model: Any) -> None:
     assert saves["mine"] == [[5, 6], 6, 5]
     assert saves["text"] == "'Empty' object has no attribute 'output'"
     assert saves["matched"] == "no"
+    assert saves["matched_too"] == [5, "Mine.output='key'"]
     assert "out of range" in saves["beyond"]
 
 

@@ -35,8 +35,18 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         return node
 
+    # In a pattern, a dotted name may be nothing else.
+
     def visit_MatchValue(self, node: ast.MatchValue) -> ast.pattern:
-        # A pattern is a dotted name, and may be nothing else.
+        return node
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> ast.pattern:
+        node.patterns = [self.visit(pattern) for pattern in node.patterns]
+        return node
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> ast.pattern:
+        node.patterns = [self.visit(pattern) for pattern in node.patterns]
+        node.kwd_patterns = [self.visit(pattern) for pattern in node.kwd_patterns]
         return node
 
     def _call(self, node: ast.expr, owner: ast.expr, items: list[ast.expr]) -> ast.expr:

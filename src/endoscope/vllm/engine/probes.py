@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ class EngineProbes:
             traced.probe.clear()
         if finished:
             self._rest()
+            gc.collect(0)
 
     def release(self, requests: Iterable[str]) -> None:
         """Nobody waits for these requests any more: end their blocks and send nothing."""

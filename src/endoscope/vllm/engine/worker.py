@@ -11,6 +11,9 @@ from typing import Any
 from endoscope.vllm import internals
 from endoscope.vllm.engine.runner import TracedRunner
 
+YOUNG = 50_000
+"""So many new objects set off a collection in the middle of a step."""
+
 
 class Worker(internals.worker_base()):  # type: ignore[misc]
     """vLLM's worker for this platform; the client reaches its methods by remote calls."""
@@ -39,6 +42,8 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         if parent_process() is not None:
             gc.collect()
             gc.freeze()
+            # What blocks keep is looked at when they end, and not over and over while it grows.
+            gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
         return result
 
     def shutdown(self) -> None:
