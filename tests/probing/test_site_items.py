@@ -159,3 +159,40 @@ def test_a_copy_for_the_rest_counts_versions_whatever_the_block_has_set(model: A
     edit = {(0, LAYER, "output"): lambda pair: (pair[0], torch.zeros_like(pair[1]))}
     changed = plain(model, [3, 1, 4], 1, (), edit).logits[0]
     assert same(run(model, block, path=LAYER)["l"], changed)
+
+
+@pytest.mark.parametrize("way", ["torch.func.grad", "torch.func.jacrev"])
+def test_the_rest_belongs_to_no_transform_of_another_block(model: Any, way: str) -> None:
+    edit = {(0, LAYER, "output"): lambda pair: (pair[0], torch.zeros_like(pair[1]))}
+    changed = plain(model, [5, 9], 1, (), edit).logits[0]
+    transforms = f"""
+        layer = model.get_submodule(path)
+        h = layer.output[0]
+        g = {way}(lambda x: (x * layer.output[1]).sum())(h.clone())
+        """
+    edits = """
+        layer = model.get_submodule(path)
+        h = layer.output[0]
+        layer.output[1].zero_()
+        l = model.logits.save()
+        """
+    both = [Request([3, 1, 4], transforms, values={"path": LAYER}), Request([5, 9], edits, values={"path": LAYER})]
+    Engine(model).run(*both)
+    assert same(both[1].saves["l"], changed)
+
+
+def test_the_rest_is_no_doing_of_a_mode_of_the_block(model: Any) -> None:
+    block = """
+        from torch.utils._python_dispatch import TorchDispatchMode
+        seen = [].save()
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+        layer = model.get_submodule(path)
+        h = layer.output[0]
+        with Watch():
+            residual = layer.output[1]
+            residual + 1
+        """
+    assert run(model, block, path=LAYER)["seen"] == ["aten.add.Tensor"]

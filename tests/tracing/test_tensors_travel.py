@@ -166,3 +166,25 @@ def test_what_was_received_may_be_used_again() -> None:
     for buffer in received:
         buffer[:] = bytes(len(buffer))
     assert all(same(one, other) for one, other in zip(got, rows, strict=True))
+
+
+class Growing:
+    """Its state is a list that is made anew whenever it is pickled."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def __setstate__(self, state: Any) -> None:
+        self.given.append(state)
+
+    def __reduce__(self) -> Any:
+        return Growing, (), list(self.given)
+
+
+def test_a_list_that_pickling_has_made_is_not_taken_for_the_next_one() -> None:
+    values = [Growing() for _ in range(5)]
+    for number, value in enumerate(values):
+        value.given = [torch.full((2,), float(number)) for _ in range(20 + number)]
+    for got in both(values):
+        assert [len(each.given[0]) for each in got] == [20, 21, 22, 23, 24]
+        assert [each.given[0][0][0].item() for each in got] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -15,7 +15,7 @@ from endoscope.probing.probe import NOTHING, Probe
 from endoscope.probing.rows import NO_TENSORS, READS_ONLY, Copy, Edit, Layout, Span, Step, matched
 from endoscope.probing.site import Site, Station, Stream
 from endoscope.probing.skip import Skips
-from endoscope.probing.state import tracked
+from endoscope.probing.state import no_modes, tracked
 from endoscope.probing.turns import Turns
 from endoscope.probing.wrappers import Arguments, Wrappers
 
@@ -347,7 +347,7 @@ class OneItem:
 
     def whole(self, probe: Probe) -> tuple[torch.Tensor, ...]:
         """The whole value for a probe that has the turn, with the item that it was handed in it."""
-        with tracked():
+        with no_modes(), tracked():
             if self._rest is None:
                 self._rest = Copy((*self._source[: self.number], *self._source[self.number + 1 :]), self._layout)
             rest = self._rest.view(self._probes.index(probe))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from torch._C import (
     _push_on_torch_function_stack,
     _set_grad_enabled,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _device
 
 AUTOCAST = ("cpu", "cuda")
@@ -60,6 +63,18 @@ class Modes(NamedTuple):
 
 
 _NO_MODES = Modes()
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """What is computed within belongs to none of the modes and function transforms that the block is in."""
+    modes = Modes.now()
+    _NO_MODES.put()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        modes.put()
 
 
 class Autocast(NamedTuple):

@@ -98,7 +98,8 @@ class Packer:
         self._strided = getattr(torch, "strided", None)
         self._dtypes = () if self._kind is None else {getattr(torch, name) for name in _PACKABLE}
         self._places: dict[int, int] = {}
-        self._lists: dict[int, Place] = {}
+        self._lists: dict[int, tuple[list[Any], Place]] = {}
+        """The lists are kept as well: one that pickling has made would leave its id to another."""
         self._runs: list[tuple[Any, tuple[int, ...], list[Any]]] = []
 
     def take(self, tensor: Any) -> int | None:
@@ -128,9 +129,9 @@ class Packer:
         """
         if len(values) < MANY or set(map(type, values)) != {self._kind}:
             return None
-        place = self._lists.get(id(values))
-        if place is not None:
-            return place
+        known = self._lists.get(id(values))
+        if known is not None:
+            return known[1]
         kinds = set(map(_KIND, values))
         dtype, layout, is_cpu, requires_grad = kinds.pop()
         if kinds or dtype not in self._dtypes or layout is not self._strided or not is_cpu or requires_grad:
@@ -144,7 +145,8 @@ class Packer:
         start = len(self._places)
         self._places.update(zip(map(id, values), itertools.count(start), strict=False))
         self._runs += runs
-        place = self._lists[id(values)] = start, start + len(values)
+        place = start, start + len(values)
+        self._lists[id(values)] = values, place
         return place
 
     def close(self) -> tuple[list[Run], list[PickleBuffer]]:
