@@ -48,8 +48,8 @@ class FakeBackend(Backend):
         return namespace
 
 
-def output(owner: Any, item: int | None = None) -> Any:
-    return owner.output if item is None else owner.output[item]
+def output(owner: Any, item: int) -> Any:
+    return owner.output[item]
 
 
 class NoBackend(Backend):

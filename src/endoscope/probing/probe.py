@@ -205,23 +205,17 @@ class Probe(greenlet):
         position = site.position
         if position is None or position <= self.position or site.residual or self.finished:
             self.host.check(self, site)
-        if self.stopped:
-            raise StopBlock
-        self.site = site
-        self.item = item
-        self.holds = False
-        self.host.wanted(self, site)
-        self.value = self.shown = value = self.parent.switch()  # type: ignore[union-attr]
+        self.value = self.shown = value = self.park(site, item)
         self.last = site
         self.holds = True
         return value
 
-    def park(self, site: Site) -> Any:
+    def park(self, site: Site, item: int | None = None) -> Any:
         """Give the turn back until somebody hands the probe a value for this site."""
         if self.stopped:  # and the block has caught what tracer.stop() raised, and goes on
             raise StopBlock
         self.site = site
-        self.item = None
+        self.item = item
         self.holds = False
         self.host.wanted(self, site)
         return self.parent.switch()  # type: ignore[union-attr]

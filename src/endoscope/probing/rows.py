@@ -11,7 +11,6 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -174,9 +173,7 @@ class Copy:
 
     def views(self) -> Iterable[tuple[Any, Sequence[torch.Tensor]]]:
         """What each request of the layout gets, in its order, and the tensors in it."""
-        if self._parts is None:
-            self._parts = list(zip(*self.pieces(), strict=True)) if self.bases else [()] * self.count
-        parts = self._parts
+        parts = self._by_request()
         if self._flat:
             return zip(parts, parts, strict=True)
         if isinstance(self.value, torch.Tensor):
@@ -185,9 +182,16 @@ class Copy:
 
     def view(self, index: int) -> Any:
         """What request number ``index`` of the layout gets."""
-        return next(islice(self.views(), index, None))[0]
+        return self._view(self._by_request()[index])
 
-    def _view(self, parts: Sequence[torch.Tensor]) -> Any:
+    def _by_request(self) -> list[tuple[torch.Tensor, ...]]:
+        if self._parts is None:
+            self._parts = list(zip(*self.pieces(), strict=True)) if self.bases else [()] * self.count
+        return self._parts
+
+    def _view(self, parts: tuple[torch.Tensor, ...]) -> Any:
+        if self._flat:
+            return parts
         piece = iter(parts)
         return walk(self.value, lambda tensor: next(piece))
 

@@ -256,14 +256,14 @@ class ModelView(ModuleView):
         current_probe("samples").replace(self._handoffs.samples, value)
 
 
-def output_of(owner: Any, item: int | None = None) -> Any:
-    """What ``owner.output``, or ``owner.output[item]``, becomes in a block."""
+def output_of(owner: Any, item: int) -> Any:
+    """What ``owner.output[item]`` becomes in a block."""
     if not isinstance(owner, ModuleView):
-        return owner.output if item is None else owner.output[item]
+        return owner.output[item]
     site, probe = owner._station.output, getcurrent()
     if type(probe) is not Probe:
         probe = current_probe(site.name)
-    return probe.take(site) if item is None else probe.take_item(site, item)
+    return probe.take_item(site, item)
 
 
 def unknown(handoffs: Handoffs, station: Station, name: str) -> str:

@@ -95,9 +95,8 @@ class Code(msgspec.Struct, frozen=True):
 
         The namespace is one dict that holds the outside values and receives the names that the block binds. It also
         holds ``__endoscope_save__``, which is called with a value and the text of its expression for each
-        ``value.save()``, and ``__endoscope_output__``, which is called with an object for each ``module.output``, and
-        with a number as well for each ``module.output[0]``. Lines, columns and the filename are those of the user's
-        file, so tracebacks show it.
+        ``value.save()``, and ``__endoscope_output__``, which is called with an object and a number for each
+        ``module.output[0]``. Lines, columns and the filename are those of the user's file, so tracebacks show it.
         """
         return _compile(self)
 

@@ -1,17 +1,16 @@
-"""How a block reaches the output of a module: by a call that says how much of it is read.
+"""How a block reads one item of a module's output: by a call that names the item.
 
-``X.output[0]`` of a decoder layer reads one of two tensors, and no other need be copied for it. So ``X.output`` becomes
-a call of a function that the namespace provides, and ``X.output[0]`` a call that names the item as well. For an object
-that is no module of the model, that function does what the text says.
+``X.output[0]`` of a decoder layer reads one of two tensors, and the other need not be copied for it. So it becomes a
+call of a function that the namespace provides. For an object that is no module of the model, that function does what
+the text says.
 """
 
 from __future__ import annotations
 
 import ast
-from typing import TypeGuard
 
 OUTPUT = "__endoscope_output__"
-"""The name under which a block finds the function that gives an output: ``output(owner)``, ``output(owner, item)``."""
+"""The name under which a block finds the function that gives an item of an output: ``output(owner, item)``."""
 
 
 def name_items(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -22,37 +21,10 @@ def name_items(body: list[ast.stmt]) -> list[ast.stmt]:
 
 class _Rewriter(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        owner, item = node.value, node.slice
-        named = isinstance(node.ctx, ast.Load) and isinstance(item, ast.Constant) and type(item.value) is int
-        if named and _is_output(owner):
-            return self._call(node, owner.value, [item])
         self.generic_visit(node)
+        match node:
+            case ast.Subscript(ast.Attribute(owner, "output"), ast.Constant(number) as item, ast.Load()):
+                if type(number) is int:
+                    function = ast.copy_location(ast.Name(OUTPUT, ast.Load()), node)
+                    return ast.copy_location(ast.Call(function, [owner, item], []), node)
         return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if _is_output(node):
-            return self._call(node, node.value, [])
-        self.generic_visit(node)
-        return node
-
-    # In a pattern, a dotted name may be nothing else.
-
-    def visit_MatchValue(self, node: ast.MatchValue) -> ast.pattern:
-        return node
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> ast.pattern:
-        node.patterns = [self.visit(pattern) for pattern in node.patterns]
-        return node
-
-    def visit_MatchClass(self, node: ast.MatchClass) -> ast.pattern:
-        node.patterns = [self.visit(pattern) for pattern in node.patterns]
-        node.kwd_patterns = [self.visit(pattern) for pattern in node.kwd_patterns]
-        return node
-
-    def _call(self, node: ast.expr, owner: ast.expr, items: list[ast.expr]) -> ast.expr:
-        function = ast.copy_location(ast.Name(OUTPUT, ast.Load()), node)
-        return ast.copy_location(ast.Call(function, [self.visit(owner), *items], []), node)
-
-
-def _is_output(node: ast.expr) -> TypeGuard[ast.Attribute]:
-    return isinstance(node, ast.Attribute) and node.attr == "output" and isinstance(node.ctx, ast.Load)

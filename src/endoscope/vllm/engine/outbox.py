@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
+from multiprocessing import parent_process
 from pickle import PickleBuffer
 from typing import Any
 
@@ -15,16 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Sends messages to inboxes by address; an inbox that is gone costs its messages and nothing else.
+    """Sends messages to inboxes by address; an inbox that is gone costs its messages and nothing else."""
 
-    Args:
-        cpus: where the thread may run that does the sending. vLLM binds its workers on the CPU to some cores, which
-            are for the model.
-    """
-
-    def __init__(self, cpus: Iterable[int] = ()) -> None:
+    def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for cpu in cpus:
+        for cpu in _cpus():
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
@@ -55,3 +52,10 @@ class Outbox:
             socket.close()
         self._sockets.clear()
         self._context.term()
+
+
+def _cpus() -> Iterable[int]:
+    """Where the thread that sends may run: on the engine's cores. vLLM binds its worker on the CPU to the model's."""
+    if parent_process() is None or not hasattr(os, "sched_getaffinity"):
+        return ()
+    return os.sched_getaffinity(os.getppid())

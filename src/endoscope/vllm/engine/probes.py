@@ -67,12 +67,9 @@ class EngineProbes:
         model: the loaded model.
         tokenizer: returns its tokenizer.
         reports: whether this rank sends values home; the others run the same blocks and keep quiet.
-        cpus: where the thread may run that sends them.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True, cpus: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True) -> None:
         self.handoffs = Handoffs(model)
         self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
         self.handoffs.samples.limit = internals.vocabulary(model)
@@ -81,7 +78,7 @@ class EngineProbes:
         self.model = ModelView(self.handoffs, tokenizer)
         self.tracer = BlockTracer(self.handoffs)
         self.tokenizer = tokenizer
-        self.outbox = Outbox(cpus) if reports else None
+        self.outbox = Outbox() if reports else None
         self.traced: dict[str, Traced] = {}
         self.current: list[Traced] = []
         self.due: list[Traced] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from endoscope.vllm import internals
@@ -14,10 +13,9 @@ class TracedRunner:
 
     probes: EngineProbes
 
-    def attach(self, reports: bool, cpus: Iterable[int]) -> None:
+    def attach(self, reports: bool) -> None:
         """Begin to serve traces; the model is loaded."""
-        model = internals.runner_model(self)
-        self.probes = EngineProbes(model, lambda: internals.runner_tokenizer(self), reports, cpus)
+        self.probes = EngineProbes(internals.runner_model(self), lambda: internals.runner_tokenizer(self), reports)
         self._in_step = False
         self._grammar: Any = None
         internals.after_sampling(self, self._sampled)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterable
 from multiprocessing import parent_process
 from typing import Any
 
@@ -29,7 +27,7 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model; traces see the modules that it has then."""
         result = super().load_model(*args, **kwargs)
-        self.model_runner.attach(internals.reports(self), _cpus())
+        self.model_runner.attach(reports=internals.reports(self))
         return result
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,10 +72,3 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         """Every module of the model: its path and the name of its class."""
         stations = self.model_runner.probes.handoffs.stations
         return [(path, type(station.module).__name__) for path, station in stations.items()]
-
-
-def _cpus() -> Iterable[int]:
-    """The cores that the engine may use; vLLM binds the worker itself to those that are for the model."""
-    if parent_process() is None or not hasattr(os, "sched_getaffinity"):
-        return ()
-    return os.sched_getaffinity(os.getppid())
