@@ -22,6 +22,7 @@ PROMPTS = (
     "who wanted to see the sea, and every evening they asked her",
 )
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+COMPILED: dict[str, Any] = {"enforce_eager": False}
 NOTHING_LEFT = {"probes": 0, "requests": 0, "hooks": 0, "bytes": 0}
 
 
@@ -67,6 +68,11 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=180,
     )
+
+
+def held(counts: dict[str, Any]) -> dict[str, Any]:
+    """What an engine holds for traces."""
+    return {name: count for name, count in counts.items() if name != "gears"}
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from engine_support import NOTHING_LEFT
+from engine_support import NOTHING_LEFT, held
 from hypothesis import assume
 from hypothesis import strategies as st
 from oracle import TOLERANCE, distance
@@ -277,10 +277,10 @@ def preemptions() -> int:
 async def _nothing_left(model: Any) -> None:
     llm = model.engine.llm
     for _ in range(50):
-        held, waiting = await model.debug(), llm.output_processor.get_num_unfinished_requests()
-        if held == NOTHING_LEFT and not waiting:
+        counts, waiting = held(await model.debug()), llm.output_processor.get_num_unfinished_requests()
+        if counts == NOTHING_LEFT and not waiting:
             break
-    assert held == NOTHING_LEFT, f"the engine still holds {held}"
+    assert counts == NOTHING_LEFT, f"the engine still holds {counts}"
     assert waiting == 0, f"the client still follows {waiting} requests"
     assert model.engine.inbox.arrivals == {}, f"{len(model.engine.inbox.arrivals)} are still waited for"
 

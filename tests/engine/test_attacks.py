@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import GREEDY, NOTHING_LEFT, PROMPTS
+from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, held
 
 from endoscope import VLLM
 from endoscope.errors import BlockError, ReplacementError, SamplingError, SerializationError, SiteError
@@ -17,7 +17,7 @@ def model(sync_model: Any) -> Any:
     """The synchronous tiny Llama, which still serves and has nothing left over after the test."""
     model = sync_model("tiny-llama")
     yield model
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
     assert model.generate(PROMPTS[0], max_tokens=1, **GREEDY)[0].finished
 
 

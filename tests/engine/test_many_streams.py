@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, tokens_of
+from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, held, tokens_of
 from oracle import assert_steps_close
 
 COUNT = 64
@@ -115,9 +115,9 @@ async def test_64_traces_half_of_them_abandoned(seed: int, async_model: Any, ora
         assert_steps_close(output.saves["streams"], runs[prompt]["resid_post", layer][:count])
     assert survivors == COUNT // 2
     for _ in range(50):
-        held = await model.debug()
-        if held == NOTHING_LEFT:
+        counts = held(await model.debug())
+        if counts == NOTHING_LEFT:
             break
-    assert held == NOTHING_LEFT
+    assert counts == NOTHING_LEFT
     assert model.engine.llm.output_processor.get_num_unfinished_requests() == 0
     assert model.engine.inbox.arrivals == {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, tokens_of
+from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, held, tokens_of
 from oracle import TOLERANCE, Edit, Oracle, assert_close, assert_steps_close, distance
 
 from endoscope import VLLM
@@ -220,7 +220,7 @@ async def test_case_38_a_request_is_as_without_the_trace(name: str, async_model:
     assert_true(edited, its, wanted, steered(vector))
     first, changed = sequences(read)[0]["logits"][0], sequences(edited)[0]["logits"][0]
     assert distance(changed, first) > 100 * TOLERANCE, "the edit changes nothing, so it proves nothing"
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("name", ["n", "json", "prompt_logprobs", "stop"])
@@ -304,7 +304,7 @@ async def test_case_39_a_token_that_the_structured_output_refuses(how: str, asyn
     assert tokens_of(caught.value.output) == []
     assert is_city(None, [], (await twin).outputs[0].text)
     assert tokens_of((await stranger)[0]) == its.run(PROMPT, STEPS).tokens
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
 
 
 # Log-probabilities of what blocks change
@@ -418,7 +418,7 @@ async def test_case_25_a_request_that_is_aborted_in_the_queue(async_model: Any, 
     await taken.aclose()
     assert {each.finish_reason for each in caught.value.output.outputs} == {"abort"}
     assert caught.value.output.saves == {}
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
     assert model.engine.inbox.arrivals == {}
     assert tokens_of((await model.generate(PROMPT, max_tokens=3, **GREEDY))[0]) == its.run(PROMPT, 3).tokens
 
@@ -451,7 +451,7 @@ def test_a_request_that_ends_in_the_queue_of_the_synchronous_engine(sync_model: 
     run = its.run(PROMPTS[2], 2, [("logits", None)])
     assert tokens_of(tracer.result[1]) == run.tokens
     assert_close(tracer.saves["model.logits"], run["logits", None][0])
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
 
 
 # Prompts
@@ -543,7 +543,7 @@ async def test_case_38_lora(name: str, lora_model: Any, adapter: Any, merged: Or
     assert_true(edited, merged, wanted, steered(vector))
     assert_true(base, its, wanted, [])
     assert_true(base_edited, its, wanted, steered(vector))
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
 
 
 async def test_lora_the_tree_is_vllms_and_a_module_gives_what_it_adds(

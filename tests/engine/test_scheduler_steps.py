@@ -129,7 +129,7 @@ class Steps:
                 quiet.append(name)
         result = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
         if over or quiet:
-            internals.mark(result, over, quiet)
+            internals.mark(result, over, quiet, "eager")
         # It comes from another process.
         return pickle.loads(pickle.dumps(result))
 
@@ -355,7 +355,7 @@ def test_what_a_step_tells_the_scheduler_survives_a_promise() -> None:
             return ModelRunnerOutput(["a"], {"a": 0}, [[1]])
 
     promise = Promise()
-    internals.mark(promise, {"a": False}, ["b"])
+    internals.mark(promise, {"a": False}, ["b"], "split")
     found = pickle.loads(pickle.dumps(promise.get_output()))
-    assert internals.marked(found) == ({"a": False}, ["b"])
-    assert internals.marked(ModelRunnerOutput(["a"], {"a": 0}, [[1]])) == ({}, [])
+    assert internals.marked(found) == ({"a": False}, ["b"], "split")
+    assert internals.marked(ModelRunnerOutput(["a"], {"a": 0}, [[1]])) == ({}, [], "")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, layers_of, parts_of, tokens_of
+from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, held, layers_of, parts_of, tokens_of
 from oracle import TOLERANCE, Edit, assert_steps_close, distance
 
 from endoscope.errors import MissingStateError, NeverRanError, ReplacementError
@@ -99,7 +99,7 @@ def test_one_request_of_many(name: str, part: str, when: str, sync_model: Any, o
     assert seen[1] == [True] * len(steps)
     agree(twin, its.depth, stream[2], logits[2], tracer.result[2], "the twin")
     assert tokens_of(tracer.result[3]) == twin.tokens
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("part", PLACES)
@@ -132,7 +132,7 @@ def test_every_request(name: str, part: str, sync_model: Any, oracle: Any) -> No
         run = expected_of(its, prompt, part, None)
         agree(run, its.depth, stream[index], logits[index], tracer.result[index], f"request {index}")
         assert (len(here[index]), len(elsewhere[index])) == (0, STEPS)
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,7 +203,7 @@ def test_later_steps_read_what_a_skipped_step_has_kept(
         assert_steps_close(logits, run["logits", None], "the other's logits")
     if beside == "others":
         assert tokens_of(outputs[2]) == its.run(PROMPTS[3], STEPS).tokens
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -250,7 +250,7 @@ def test_a_block_that_only_seems_to_skip_in_every_step(sync_model: Any) -> None:
                 use_up(which)
     assert list(caught.value.output.saves) == ["first"]
     assert len(tokens_of(caught.value.output)) <= 2
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -271,4 +271,4 @@ def test_errors(others: int, sync_model: Any, oracle: Any) -> None:  # contract:
     assert any(NeverRanError.__name__ in note for note in caught.value.__notes__)
     if others:
         assert tokens_of(tracer.result[2]) == its.run(PROMPTS[3], STEPS).tokens
-    assert model.debug() == NOTHING_LEFT
+    assert held(model.debug()) == NOTHING_LEFT

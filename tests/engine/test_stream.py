@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, python, script, tokens_of
+from engine_support import GREEDY, NOTHING_LEFT, PROMPTS, held, python, script, tokens_of
 from oracle import assert_close, assert_steps_close
 
 from endoscope import AsyncVLLMBackend, Backend
@@ -47,10 +47,10 @@ def texts_of(outputs: list[Any]) -> list[str]:
 async def nothing_left(model: Any) -> None:
     """Wait until nothing is left in the engine, for as many of its answers as a few steps make."""
     for _ in range(50):
-        held = await model.debug()
-        if held == NOTHING_LEFT and not unfinished(model):
+        counts = held(await model.debug())
+        if counts == NOTHING_LEFT and not unfinished(model):
             break
-    assert held == NOTHING_LEFT
+    assert counts == NOTHING_LEFT
     assert unfinished(model) == 0
     assert model.engine.inbox.arrivals == {}
 
@@ -385,7 +385,7 @@ async def test_case_24_aclose_of_the_backend(model: Any) -> None:  # contract: A
     """Before it returns, the engine has freed the request and its probe."""
     tracer = long_trace(model)
     await tracer.backend.aclose()
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
     assert unfinished(model) == 0
     await tracer.backend.aclose()
 
@@ -396,7 +396,7 @@ async def test_case_24_aclose_of_the_iterator(model: Any) -> None:  # contract: 
     await anext(stream)
     assert (await model.debug())["probes"] == 1
     await stream.aclose()
-    assert await model.debug() == NOTHING_LEFT
+    assert held(await model.debug()) == NOTHING_LEFT
     assert unfinished(model) == 0
     with pytest.raises(StopAsyncIteration):
         await anext(stream)

@@ -30,6 +30,11 @@ class Cache:
             rows = (len(base) if base.dim() else 1) if cuts is None else cuts[2][cuts[3][index]]
             self.bytes += base.nbytes // max(len(base), 1) * rows if base.dim() else base.nbytes
 
+    @property
+    def open(self) -> list[Station]:
+        """The modules whose visits are still kept."""
+        return [station for station in self.stations if self in station.caches]
+
     def close(self, view: Any = None) -> bool:
         """Keep no more visits; with a view, only if it is this cache's. Whether it was closed."""
         if view is not None and getattr(view, "cache", None) is not self:

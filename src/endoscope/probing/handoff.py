@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Handoffs:
         self.probes: tuple[Probe, ...] = ()
         self.stateful: set[Station] = set()
         """Modules that keep something for the requests between calls, or hold one that does."""
+        self.served: frozenset[Site] | None = None
+        """The sites of modules that the current step comes by; ``None`` for all of them."""
         self.running = False
         """Whether modules run in the current step, rather than what comes behind them."""
         self.item: OneItem | None = None
@@ -53,7 +56,12 @@ class Handoffs:
         self._last_layout: tuple[list[Probe], Layout] = ([], Layout([Span(0, 0, 0)], self.step))
 
     def begin(
-        self, probes: Iterable[tuple[Probe, Span, bool]], tokens: int, requests: int, rows: int | None = None
+        self,
+        probes: Iterable[tuple[Probe, Span, bool]],
+        tokens: int,
+        requests: int,
+        rows: int | None = None,
+        served: frozenset[Site] | None = None,
     ) -> None:
         """A step begins: tell each probe its rows, start the new ones and wake those that wait for it.
 
@@ -63,7 +71,10 @@ class Handoffs:
             tokens: rows of the step's token tensors.
             requests: rows of its logits.
             rows: how many of the rows of its token tensors are requests'; ``None`` for all of them.
+            served: the sites of modules that the step comes by, where the model runs as compiled code; what a block
+                can ask for in it has to be among them. ``None`` where the modules run as Python.
         """
+        self.served = served
         self.step = Step(tokens, requests)
         self._last_layout = [], self._last_layout[1]
         self.item = None
@@ -90,11 +101,28 @@ class Handoffs:
                     else:
                         probe.turn(True, turns=turns)
                 elif (site := probe.site) is not None and probe not in site.waiting:
-                    self.wanted(probe, site)
-        if self.probes and not self.wrappers.recorded:
+                    self._wanted_still(probe, site)
+        # Compiled code does not come by any wrapper, so these stay as they are where it runs.
+        if served is None and self.probes and not self.wrappers.recorded:
             self.wrappers.record()
-        elif len(self.wrappers):
+        elif served is None and len(self.wrappers):
             self.wrappers.keep(self._awaited())
+
+    @contextlib.contextmanager
+    def learning(self, rows: int) -> Iterator[None]:
+        """Around a pass of so many rows that no request is in, to learn in which order the modules run."""
+        self.served = None
+        self.step = Step(rows, rows)
+        self.skips.begin(rows)
+        self.wrappers.record()
+        self.running = True
+        try:
+            yield
+            self.wrappers.recording_ends()
+        finally:
+            self.running = False
+            self.wrappers.clock = None
+            self.wrappers.keep(())
 
     def end(self) -> None:
         """The step is over: a probe that still waits for one of its sites gets an error."""
@@ -201,14 +229,28 @@ class Handoffs:
     # What probes ask.
 
     def wanted(self, probe: Probe, site: Site) -> None:
-        """A probe has parked at the site: make the pass come by."""
+        """A probe has parked at the site: make the pass come by.
+
+        Raises:
+            SiteError: if it cannot any more.
+        """
         station = site.station
         if station is not None:
-            site.waiting.append(probe)
-            if station not in self.wrappers.wanted:
+            if self.served is not None:
+                if self.running and probe.in_step and site not in self.served:
+                    raise SiteError(NOT_SERVED.format(site.name))
+            elif station not in self.wrappers.wanted:
                 self.wrappers.want(station)
+            site.waiting.append(probe)
         elif probe.samples or site is self.next_step:
             site.waiting.append(probe)
+
+    def _wanted_still(self, probe: Probe, site: Site) -> None:
+        """As :meth:`wanted`, for a probe that has parked in an earlier step."""
+        try:
+            self.wanted(probe, site)
+        except SiteError as error:
+            probe.fail(error)
 
     def check(self, probe: Probe, site: Site) -> None:
         """Refuse a site that the current step has already left.
@@ -284,6 +326,10 @@ class Handoffs:
                     args, kwargs = Stream.put(stream.residual, pair[1], args, kwargs)
         return args, kwargs
 
+    def tap(self, station: Station, output: Any) -> Any:
+        """Compiled code comes by the output of a module: hand it to all who wait for it, unless it runs as Python."""
+        return output if self.served is None else self._leave(station, output)
+
     def _leave(self, station: Station, output: Any) -> Any:
         while station.output.waiting or station.resid_post.waiting:
             if station.output.waiting:
@@ -321,6 +367,13 @@ class Handoffs:
             hidden[start:stop] = edit.fresh[0][start:stop]
             residual[start:stop] = 0
         return hidden, residual
+
+
+NOT_SERVED = (
+    "{} was asked for in a step that runs as compiled code, since the text of the block was taken to ask for no such "
+    "site there. This is a fault of endoscope: please report it, with the block. Until it is mended, build the engine "
+    "with enforce_eager=True"
+)
 
 
 class OneItem:

@@ -16,6 +16,7 @@ from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
 from endoscope.probing.streams import Lines, Send, Turn
 from endoscope.probing.turns import Aside, Turns
+from endoscope.tracing.reach import Reach
 from endoscope.tracing.rewrite import SAVE
 from endoscope.tracing.sites import OUTPUT
 
@@ -76,6 +77,7 @@ class Probe(greenlet):
         "outside",
         "partial",
         "position",
+        "reach",
         "reads_only",
         "replacement",
         "request",
@@ -140,6 +142,8 @@ class Probe(greenlet):
         """The modules that may not have kept everything of the request, since they are taken to be skipped for good."""
         self.reads_only = False
         """Whether the block is known to change nothing, and others rely on that."""
+        self.reach = Reach()
+        """The sites that the text of the block can reach."""
         self.skips_throughout = False
         """Whether what the text of the block skips in one step is known to be skipped in every later one."""
         self.last_step: int | None = None
@@ -276,6 +280,14 @@ class Probe(greenlet):
         return self.park(self.host.next_step) is not ENDED
 
     # What runs on the model's side.
+
+    @property
+    def line(self) -> int:
+        """The line of the block at which it is parked; 0 if it has not begun."""
+        frame = self.gr_frame
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        return 0 if frame is None else frame.f_lineno
 
     def turn(self, value: Any = None, throw: BaseException | None = None, turns: Turns | None = None) -> None:
         """Give the probe the turn, and take it back when it parks or ends.

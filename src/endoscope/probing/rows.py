@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from endoscope.errors import ReplacementError
 
@@ -46,12 +47,15 @@ class Span:
         return None
 
 
-def walk(value: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure, of the same classes, with every tensor replaced by what ``visit`` makes of it."""
+def walk(value: Any, visit: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """The same structure, of the same classes, with every tensor replaced by what ``visit`` makes of it.
+
+    What is neither a tensor nor a tuple, list or dict is replaced by what ``other`` makes of it.
+    """
     if isinstance(value, torch.Tensor):
         return visit(value)
     if isinstance(value, (tuple, list)):
-        items = [walk(item, visit) for item in value]
+        items = [walk(item, visit, other) for item in value]
         kind = type(value)
         if kind is tuple:
             return tuple(items)
@@ -59,17 +63,37 @@ def walk(value: Any, visit: Callable[[torch.Tensor], Any]) -> Any:
             return items
         # What holds no tensor, such as a torch.Size, may not be one that can be made from any items.
         if all(map(operator.is_, items, value)):
-            return value
+            return value if isinstance(value, tuple) else other(value)
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, dict):
-        made = {key: walk(item, visit) for key, item in value.items()}
-        if type(value) is dict or all(made[key] is value[key] for key in made):
-            return made if type(value) is dict else value
+        made = {key: walk(item, visit, other) for key, item in value.items()}
+        if type(value) is dict:
+            return made
+        if all(made[key] is value[key] for key in made):
+            return other(value)
         same = copy.copy(value)
         for key, item in made.items():
             same[key] = item
         return same
-    return value
+    return other(value)
+
+
+_UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout})
+
+
+def own(leaf: Any) -> Any:
+    """A copy of what a module was given or has returned beside tensors, so that a block can do with it as it likes.
+
+    A module, an object that has one, and whatever cannot be copied are handed out as they are.
+    """
+    if type(leaf) in _UNCHANGING or any(
+        isinstance(one, nn.Module) for one in (leaf, *getattr(leaf, "__dict__", {}).values())
+    ):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # a lock, a stream, whatever a class raises
+        return leaf
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -193,7 +217,7 @@ class Copy:
         if self._flat:
             return parts
         piece = iter(parts)
-        return walk(self.value, lambda tensor: next(piece))
+        return walk(self.value, lambda tensor: next(piece), own)
 
     def nobodys(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a request's parts that are not cut: their rows belong to no request."""

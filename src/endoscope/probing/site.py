@@ -133,6 +133,16 @@ class Station:
         self.output.position = self.resid_post.position = clock if self.calls == 1 else None
 
     @property
+    def sites(self) -> tuple[Site, ...]:
+        """All of them."""
+        return self.inputs, self.output, self.resid_pre, self.resid_post, self.skip
+
+    def site(self, kind: str) -> Site:
+        """The site of a kind; ``input`` is part of ``inputs``."""
+        found: Site = getattr(self, "inputs" if kind == "input" else kind)
+        return found
+
+    @property
     def enters(self) -> bool:
         """Whether something is to be done before the module runs."""
         return bool(self.inputs.waiting or self.resid_pre.waiting or self.skip.waiting or self.lacking)

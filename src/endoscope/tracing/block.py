@@ -14,9 +14,10 @@ import msgspec
 
 from endoscope.errors import SerializationError
 from endoscope.tracing.names import lookup
+from endoscope.tracing.reach import HIDDEN, UNREAD, Reach, hidden_first, reach
 from endoscope.tracing.reads import reads_only
 from endoscope.tracing.rewrite import rewrite
-from endoscope.tracing.serialize import dumps
+from endoscope.tracing.serialize import MARK, dumps
 from endoscope.tracing.sites import name_items
 from endoscope.tracing.skips import skips_throughout
 
@@ -118,6 +119,7 @@ class Block:
         binds: the names that it binds; true where the function around it declares the name ``global``.
         reads_only: whether it is known to change nothing of the model.
         skips_throughout: whether it is known to skip in every step what it skips in one.
+        reach: the sites that it can ask for.
     """
 
     code: Code
@@ -125,6 +127,7 @@ class Block:
     binds: Mapping[str, bool]
     reads_only: bool = False
     skips_throughout: bool = False
+    reach: Reach = UNREAD
 
     @classmethod
     def capture(cls, place: Place, frame: FrameType, references: Mapping[int, tuple[str, ...]]) -> Block:
@@ -143,8 +146,10 @@ class Block:
             SerializationError: a value that the block takes from outside cannot travel.
         """
         values = lookup(frame, place.outside, place.variables)
+        values = hidden_first(values, references)
+        met: list[tuple[str, ...]] = []
         try:
-            data = dumps(values, references)
+            data = dumps(values, references, met=met)
         except SerializationError:
             for name, value in list(values.items()):
                 try:
@@ -153,9 +158,13 @@ class Block:
                     if name not in place.binds:
                         raise _unsendable(place, name, value, error) from error.__cause__
                     del values[name]
-            data = dumps(values, references)
+            met.clear()
+            data = dumps(values, references, met=met)
+        hidden = met[: met.index(MARK)] if MARK in met else ()
+        values.pop(HIDDEN, None)
         reads = reads_only(place.code, values, references)
-        return cls(place.code, data, place.binds, reads, skips_throughout(place.code, values, references))
+        throughout = skips_throughout(place.code, values, references)
+        return cls(place.code, data, place.binds, reads, throughout, reach(place.code, values, hidden))
 
 
 def _unsendable(place: Place, name: str, value: object, error: SerializationError) -> SerializationError:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from endoscope.tracing.block import Code
+from endoscope.tracing.reach import Reach
 
 
 class Submission(msgspec.Struct, frozen=True, array_like=True):
@@ -24,6 +25,8 @@ class Submission(msgspec.Struct, frozen=True, array_like=True):
     """Its outside values: a dict by name, as ``serialize.dumps`` makes it."""
     skips_throughout: bool
     """Whether the block is known to skip in every step what it skips in one."""
+    reach: Reach = Reach()
+    """The sites that the block can ask for."""
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,10 @@ _PROTOCOL = 5
 _NO_REFERENCES: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
 
+MARK = ("mark",)
+"""The key of an object that only marks a place among those that are serialized, and arrives as ``None``."""
+
+
 class Referenced:
     """An object that is never copied to the engine: it travels as a key, and the engine has its own for it."""
 
@@ -40,6 +44,7 @@ def dumps(
     value: object,
     references: Mapping[int, tuple[str, ...]] = _NO_REFERENCES,
     buffers: list[pickle.PickleBuffer] | None = None,
+    met: list[tuple[str, ...]] | None = None,
 ) -> bytes:
     """Serialize a value.
 
@@ -50,12 +55,13 @@ def dumps(
         buffers: an empty list that receives the memory of tensors and arrays, in order, instead of its being copied
             into the result. A buffer may be the tensor's own memory: send it or copy it before anybody writes to the
             tensor. Small tensors share buffers.
+        met: an empty list that receives the key of each :class:`Referenced` object, in the order in which they are met.
 
     Raises:
         SerializationError: the value, or something that it holds, cannot travel.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, references, buffers)
+    pickler = _Pickler(file, references, buffers, met)
     try:
         pickler.dump(value)
         if buffers is None:
@@ -106,15 +112,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         file: io.BytesIO,
         references: Mapping[int, tuple[str, ...]],
         buffers: list[pickle.PickleBuffer] | None,
+        met: list[tuple[str, ...]] | None,
     ) -> None:
         super().__init__(file, _PROTOCOL, None if buffers is None else buffers.append)
         self._references = references
+        self._met = met
         self.packer = None if buffers is None else Packer()
         self._by_value: set[str] = set()
 
     def persistent_id(self, value: object) -> tuple[str, ...] | Place | int | None:
         if isinstance(value, Referenced):
-            return value.reference()
+            key = value.reference()
+            if self._met is not None:
+                self._met.append(key)
+            return key
         if self.packer is not None:
             place = self.packer.take_list(value) if type(value) is list else self.packer.take(value)
             if place is not None:
@@ -176,7 +187,7 @@ class _Unpickler(pickle.Unpickler):
         if type(key[0]) is int:
             # A list that is found in several places is one.
             return self._lists.setdefault(key, self._packed[slice(*key)])
-        return self._resolve(key)
+        return None if key == MARK else self._resolve(key)
 
 
 class _ByValue:

@@ -10,7 +10,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -51,7 +53,9 @@ def check_version() -> str:
 # The client process.
 
 
-def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool) -> dict[str, Any]:
+def engine_arguments(
+    model: str, options: Mapping[str, Any], asynchronous: bool, taps: str | list[str] = "auto"
+) -> dict[str, Any]:
     """The arguments that vLLM's engine is built with: the user's, and those that traces need.
 
     Raises:
@@ -60,7 +64,6 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
     """
     import difflib
 
-    import vllm.envs
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs if asynchronous else EngineArgs)}
@@ -74,16 +77,15 @@ def engine_arguments(model: str, options: Mapping[str, Any], asynchronous: bool)
         if value is not None and value not in wanted:
             instead = f", or give {name}={wanted[0]!r}" if wanted else ""
             raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out{instead}")
-    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise UnsupportedError(_V2)
-    arguments = {"enforce_eager": True, **options, "model": model}
+    arguments = {**options, "model": model}
+    # It takes part in the key of vLLM's cache of compiled code, which differs with the taps.
+    arguments["additional_config"] = {**(options.get("additional_config") or {}), EXTRA: {"taps": taps}}
     arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
     arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.make_scheduler"
     return arguments
 
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "enforce_eager": (True,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "speculative_config": (),
@@ -102,9 +104,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-_V2 = "vLLM's V2 model runner cannot be traced yet; set VLLM_USE_V2_MODEL_RUNNER=0 for its V1 runner"
-
-
 @contextlib.contextmanager
 def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Around the start of an engine: no ``__main__`` guard is needed, and what is not to be had is a clear error.
@@ -114,6 +113,8 @@ def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     names: dict[str, Any] = main.__dict__
+    refusal = tempfile.NamedTemporaryFile("r", encoding="utf-8")  # noqa: SIM115  # it is closed where the rest is undone
+    os.environ[REFUSAL] = refusal.name
     hidden: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
     names["__spec__"] = None
     names.pop("__file__", None)
@@ -122,6 +123,8 @@ def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     except (EngineArgumentError, UnsupportedError):
         raise
     except Exception as error:
+        if text := refusal.read():
+            raise EngineArgumentError(text) from None
         if _is_missing(error):
             raise ModelNotFoundError(
                 f"there is no model {model!r}: it is neither a directory with a config.json here, nor to be had from "
@@ -129,31 +132,30 @@ def starting(model: str, arguments: Mapping[str, Any]) -> Iterator[None]:
             ) from error
         if type(error).__name__ in ("ValidationError", "VLLMValidationError"):
             raise EngineArgumentError(f"vLLM refuses the engine's arguments: {error}") from error
-        if _chooses_v2(arguments):
-            raise UnsupportedError(_V2) from error
         if _on_cpu() and "kv_cache_memory_bytes" not in arguments and "initialization failed" in str(error):
             error.add_note(NO_MEMORY_GIVEN)
         raise
     finally:
         names.update(hidden)
+        os.environ.pop(REFUSAL, None)
+        refusal.close()
+
+
+REFUSAL = "ENDOSCOPE_REFUSAL"
+"""Names the file, in the environment, in which an engine process says why it does not start."""
+
+
+def refuse_start(reason: str) -> None:
+    """Say to the client why this engine process does not start."""
+    if (path := os.environ.get(REFUSAL)) is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(reason)
 
 
 NO_MEMORY_GIVEN = (
     "vLLM's log above says why. Where it wants more memory than is free: on the CPU it takes most of the machine's for "
     "keys and values, unless it is told how much to take, as in VLLM(..., kv_cache_memory_bytes=1 << 28)"
 )
-
-
-def _chooses_v2(arguments: Mapping[str, Any]) -> bool:
-    """Whether vLLM chooses its V2 runner by itself. The engine process cannot tell why it did not start."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    try:
-        given = EngineArgs(**{name: value for name, value in arguments.items() if name in names})
-        return bool(given.create_engine_config().use_v2_model_runner)
-    except Exception:
-        return False
 
 
 def _is_missing(error: BaseException | None) -> bool:
@@ -445,19 +447,29 @@ def async_scheduler_base() -> type[Any]:
     return AsyncScheduler
 
 
-def check_runner(runner: Any) -> None:
-    """Refuse a model runner that traces do not know.
+def runner_kind(runner: Any) -> str:
+    """Which of vLLM's model runners this is, ``v1`` or ``v2``.
 
     Raises:
-        UnsupportedError: for any but vLLM's V1 runner.
+        UnsupportedError: for any other, and for what cannot be traced on it yet.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if not isinstance(runner, GPUModelRunner):
+    if isinstance(runner, GPUModelRunner):
+        return "v1"
+    # Only where it can be imported is it ever made.
+    v2 = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if v2 is None or not isinstance(runner, v2.GPUModelRunner):
         raise UnsupportedError(
             f"the model runner {type(runner).__module__}.{type(runner).__name__} cannot be traced yet; "
             f"set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM's V1 runner"
         )
+    if runner.lora_config is not None:
+        raise UnsupportedError("LoRA adapters cannot be traced on vLLM's V2 model runner yet; " + _INSTEAD_V1)
+    return "v2"
+
+
+_INSTEAD_V1 = "set VLLM_USE_V2_MODEL_RUNNER=0 for its V1 runner"
 
 
 def reports(worker: Any) -> bool:
@@ -468,6 +480,96 @@ def reports(worker: Any) -> bool:
 def runner_model(runner: Any) -> Any:
     """The loaded model."""
     return runner.get_model()
+
+
+def taps_of(runner: Any) -> Any:
+    """The taps that the engine was built with; ``None`` where it compiles nothing and captures no graphs."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    config = runner.vllm_config
+    compiles = config.compilation_config.mode != CompilationMode.NONE and any(
+        getattr(module, "do_not_compile", True) is False for module in runner_model(runner).modules()
+    )
+    graphs = config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    if config.model_config.enforce_eager or not (compiles or graphs):
+        return None
+    # Graphs of code that is not compiled have no place for a tap.
+    return config.additional_config.get(EXTRA, {}).get("taps", ()) if compiles else ()
+
+
+class PythonPass:
+    """A context in which a compiled engine's model runs as Python, module by module, with vLLM's kernels for that.
+
+    For compiled code, vLLM writes its operators as plain PyTorch, which the compiler fuses, and which is slow without
+    it; an engine that compiles nothing takes kernels of its own in their place.
+
+    Args:
+        runner: vLLM's, with the model loaded.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.custom_op import CustomOp
+
+        self._methods: list[tuple[Any, Any, Any]] = []
+        with set_current_vllm_config(runner.vllm_config):
+            for module in runner_model(runner).modules():
+                if isinstance(module, CustomOp):
+                    enforced, module._enforce_enable = module._enforce_enable, True
+                    fast = module.dispatch_forward(compile_native=False)
+                    module._enforce_enable = enforced
+                    self._methods.append((module, module._forward_method, fast))
+        self._priority = _eager_priority(runner.vllm_config)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        from vllm.forward_context import get_forward_context
+
+        get_forward_context().skip_compiled = True
+        for module, _, fast in self._methods:
+            module._forward_method = fast
+        self._stack.enter_context(self._priority.set_priority())
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        for module, compiled, _ in self._methods:
+            module._forward_method = compiled
+
+
+def run_python(runner: Any, python: PythonPass, rows: int) -> None:
+    """Run the model once as Python, with so many rows that are no request's."""
+    import torch
+
+    def enter(*_: Any) -> None:
+        python.__enter__()
+
+    def leave(*_: Any) -> None:
+        python.__exit__(None, None, None)
+
+    model = runner_model(runner)
+    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    try:
+        with torch.inference_mode():
+            if hasattr(runner, "requests"):
+                from vllm.config import CUDAGraphMode
+
+                runner._dummy_run(rows, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
+            else:
+                runner._dummy_run(rows, skip_attn=True, skip_eplb=True, is_profile=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _eager_priority(config: Any) -> Any:
+    """Which kernels vLLM prefers where it compiles nothing."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    eager = copy.copy(config)
+    eager.compilation_config = copy.copy(config.compilation_config)
+    eager.compilation_config.mode = CompilationMode.NONE
+    return current_platform.get_default_ir_op_priority(eager)
 
 
 def keeps_state(module: Any) -> bool:
@@ -522,6 +624,147 @@ def rows(runner: Any, scheduler_output: Any) -> list[Any]:
     ]
 
 
+def rows_v2(input_batch: Any) -> list[Any]:
+    """As :func:`rows`, of the V2 runner."""
+    from endoscope.vllm.engine.probes import Rows
+
+    return [
+        Rows(request, int(first), int(count), max(int(known), int(first) + int(count)))
+        for request, first, count, known in zip(
+            input_batch.req_ids,
+            input_batch.num_computed_tokens_np,
+            input_batch.num_scheduled_tokens,
+            input_batch.prefill_len_np,
+            strict=False,  # arrays may be longer than the batch
+        )
+    ]
+
+
+def after_logits(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Let ``change`` have whatever logits the V2 runner's model computes."""
+    model = runner_model(runner)
+    compute = model.compute_logits
+
+    def compute_and_change(*args: Any, **kwargs: Any) -> Any:
+        return change(compute(*args, **kwargs))
+
+    model.compute_logits = compute_and_change
+
+
+class _AroundForward:
+    """Stands in for the V2 runner's connector, which it calls right before and right after the model."""
+
+    def __init__(self, inner: Any, before: Callable[[Any], None], after: Callable[[], None]) -> None:
+        self._inner, self._before, self._after = inner, before, after
+
+    def pre_forward(self, scheduler_output: Any, input_batch: Any = None, **kwargs: Any) -> None:
+        self._inner.pre_forward(scheduler_output, input_batch, **kwargs)
+        if input_batch is not None:
+            self._before(input_batch)
+
+    def finish_forward(self) -> None:
+        self._after()
+        self._inner.finish_forward()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def around_forward(runner: Any, before: Callable[[Any], None], after: Callable[[], None]) -> None:
+    """Have the V2 runner call ``before`` with its input batch when its model is about to run, and ``after`` then."""
+    if not isinstance(runner.kv_connector, _AroundForward):
+        runner.kv_connector = _AroundForward(runner.kv_connector, before, after)
+
+
+def own_dispatch(runner: Any, graph_of: Callable[[Any], Any]) -> None:
+    """Let ``graph_of`` have a say in which graph the V2 runner runs a step with."""
+    from vllm.config import CUDAGraphMode
+
+    manager = runner.cudagraph_manager
+    if manager is None or "dispatch" in manager.__dict__:
+        return
+    dispatch, run_fullgraph = manager.dispatch, manager.run_fullgraph
+
+    def chosen(num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        description = dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if description.cg_mode == CUDAGraphMode.NONE or graph_of(description) is not None:
+            return description
+        return dataclasses.replace(
+            description,
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            uniform_token_count=None,
+            max_query_len=None,
+        )
+
+    def run(description: Any) -> Any:
+        segments = runner.run_segments(description)
+        if segments is None:
+            return run_fullgraph(description)
+        graphs, manager.graphs = manager.graphs, {description: segments}
+        try:
+            return run_fullgraph(description)
+        finally:
+            manager.graphs = graphs
+
+    manager.dispatch, manager.run_fullgraph = chosen, run
+
+
+@contextlib.contextmanager
+def capturing_segments(runner: Any) -> Iterator[dict[Any, Any] | None]:
+    """While the V2 runner captures its graphs of whole steps once more, in segments that break at taps.
+
+    Yields:
+        Filled at the end: the segments by vLLM's description of the step. ``None`` where there are no such graphs.
+    """
+    import torch
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+    from vllm.config import CUDAGraphMode
+
+    manager = runner.cudagraph_manager
+    descriptions = manager._capture_descs.get(CUDAGraphMode.FULL) if manager is not None else None
+    if not descriptions or runner.speculator is not None or runner.model_state.supports_mm_inputs:
+        yield None
+        return
+    captured: dict[int, Any] = {}
+    whole = torch.cuda.graph
+
+    @contextlib.contextmanager
+    def in_segments(graph: Any, pool: Any, stream: Any, **_: Any) -> Iterator[None]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream), BreakableCUDAGraphCapture(pool) as capture:
+            yield
+        captured[id(graph)] = capture
+
+    graphs, all_descriptions = manager.graphs, manager._capture_descs
+    manager.graphs, manager._capture_descs = {}, {CUDAGraphMode.FULL: descriptions}
+    torch.cuda.graph = in_segments  # type: ignore[assignment, misc]
+    segments: dict[Any, Any] = {}
+    try:
+        yield segments
+        segments.update((description, captured[id(graph)]) for description, graph in manager.graphs.items())
+    finally:
+        torch.cuda.graph = whole  # type: ignore[misc]
+        manager.graphs, manager._capture_descs = graphs, all_descriptions
+
+
+def breaks_segment(visit: Callable[..., None], *tensors: Any) -> bool:
+    """Where graphs are captured in segments, end one here and let ``visit`` run with the tensors at each replay."""
+    if _on_cpu():
+        return False
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+    from vllm.utils.torch_utils import weak_ref_tensor
+
+    capture = BreakableCUDAGraphCapture.current()
+    if capture is None or not capture._capturing:
+        return False
+    # The memory is the graphs', and is used by other parts of them as well.
+    kept = [weak_ref_tensor(tensor) for tensor in tensors]
+    capture.add_eager(lambda: visit(*kept))
+    return True
+
+
 def token_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Rows of the token tensors that the model is called with, padding included."""
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
@@ -550,9 +793,18 @@ def after_sampling(runner: Any, change: Callable[[Any], Any]) -> None:
     sampler.sample = sample_and_change
 
 
-def refused_tokens(runner: Any, grammar: Any, tokens: Any, requests: Sequence[str]) -> list[tuple[str, int]]:
-    """Which of some requests have a token that the grammar of their structured output does not allow in this step."""
-    index = runner.input_batch.req_id_to_index
+def refused_tokens(order: Sequence[str], grammar: Any, tokens: Any, requests: Sequence[str]) -> list[tuple[str, int]]:
+    """Which of some requests have a token that the grammar of their structured output does not allow in this step.
+
+    Args:
+        order: the requests of the step, in the order of the batch.
+        grammar: what vLLM knows of the grammars.
+        tokens: the step's, ``[requests, 1]``.
+        requests: those that are looked at.
+    """
+    if not requests:
+        return []
+    index = {request: row for row, request in enumerate(order)}
     refused = []
     for mask, request in zip(grammar.grammar_bitmask, grammar.structured_output_request_ids, strict=False):
         if request in requests:
@@ -601,37 +853,66 @@ def own_adapters(runner: Any, turn_of: Callable[[], str | None]) -> None:
 
 def held_requests(runner: Any) -> Mapping[str, Any]:
     """The requests that the runner has."""
-    return runner.requests  # type: ignore[no-any-return]
+    held: Mapping[str, Any] = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
+    return held
 
 
-def mark(output: Any, over: dict[str, bool], quiet: list[str]) -> None:
+def mark(output: Any, over: dict[str, bool], quiet: list[str], gear: str) -> None:
     """Put on a step's output what the scheduler has to know of the blocks in it.
 
     Args:
         output: what the runner returns; where scheduling is asynchronous, that is a promise of the output.
         over: the requests that end with the step; true where the step's token counts.
         quiet: the requests that go on, and whose blocks have nothing to do with their later steps.
+        gear: the one in which the step ran.
     """
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     promise: Any = output
     if not isinstance(output, AsyncModelRunnerOutput):
-        promise.endoscope = over, quiet
+        promise.endoscope = over, quiet, gear
         return
     # The promise stays in this process, and is kept in another thread or later; only what it gives travels.
     promised = promise.get_output
 
     def get_output() -> Any:
         result = promised()
-        result.endoscope = over, quiet
+        result.endoscope = over, quiet, gear
         return result
 
     promise.get_output = get_output
 
 
-def marked(output: Any) -> tuple[dict[str, bool], list[str]]:
+def marked(output: Any) -> tuple[dict[str, bool], list[str], str]:
     """What :func:`mark` put there."""
-    return getattr(output, "endoscope", None) or ({}, [])
+    return getattr(output, "endoscope", None) or ({}, [], "")
+
+
+def family(request: str) -> str:
+    """What the ids of all sequences of a request have in common."""
+    number, _, rest = request.partition("_")
+    return rest if number.isdigit() else request
+
+
+def put_gears(outputs: Mapping[int, Any], gears: Mapping[str, dict[str, int]]) -> None:
+    """Let the outputs of finished requests tell in which gears their steps ran, by id.
+
+    vLLM's messages have one field that takes any dict, and that it hands on to the request's output.
+    """
+    for of_client in outputs.values():
+        for output in of_client.outputs:
+            if (counts := gears.get(output.request_id)) is not None:
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), EXTRA: counts}
+
+
+def gears_of(output: Any) -> dict[str, int]:
+    """What :func:`put_gears` put there, taken out of vLLM's field."""
+    given = output.kv_transfer_params
+    if not isinstance(given, dict) or EXTRA not in given:
+        return {}
+    counts: dict[str, int] = given[EXTRA]
+    output.kv_transfer_params = {name: value for name, value in given.items() if name != EXTRA} or None
+    return counts
 
 
 def drop_token(output: Any, request: str) -> None:

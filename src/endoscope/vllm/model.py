@@ -6,11 +6,12 @@ import difflib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from endoscope.errors import (
     BlockError,
+    EngineArgumentError,
     EngineClosedError,
     EngineError,
     ModeError,
@@ -99,6 +100,10 @@ class VLLM(Referenced):
         model: a model's directory, or its name on a hub.
         mode: ``"sync"`` runs a trace on ``vllm.LLM``, and its ``with`` returns when the requests are done;
             ``"async"`` runs it on ``AsyncLLM``, and the trace is a stream (``tracer.backend``).
+        taps: outputs of modules at which compiled code can hand over to blocks, so that a step in which blocks ask for
+            nothing else keeps its compiled code: shell-style patterns of paths such as
+            ``"model.layers.*.mlp.output"``. ``"auto"`` stands for the output of every decoder layer, ``()`` for none.
+            What is no tap can be read and changed as well; the step then runs without compiled code.
         step_timeout: seconds that a block may take from one handoff to the next before it is interrupted with a
             :class:`StepTimeoutError`; 30 by default. One call of native code that does not return is not interrupted.
         save_limit: bytes that a block may keep for the end of its request, and may emit at once; 2 GiB by default. One
@@ -108,7 +113,8 @@ class VLLM(Referenced):
 
     Raises:
         ModeError: for another mode.
-        EngineArgumentError: for a limit that is not a positive number.
+        EngineArgumentError: for a limit that is not a positive number; for taps that are no patterns, and at the first
+            trace for those that fit no module.
         ModelNotFoundError: for a path that does not exist; for a name that no hub knows, at the first trace.
 
     Example:
@@ -123,6 +129,7 @@ class VLLM(Referenced):
         model: str,
         *,
         mode: Literal["sync", "async"] = "sync",
+        taps: str | Iterable[str] = "auto",
         step_timeout: float | None = None,
         save_limit: int | None = None,
         **options: Any,
@@ -134,6 +141,7 @@ class VLLM(Referenced):
         self._name = os.fspath(model)
         self._mode = mode
         self._options = dict(options)
+        self._taps = _check_taps(taps)
         self._limits = Limits.given(step_timeout, save_limit)
         self._engine: SyncEngine | AsyncEngine | None = None
         self._finalizer: Any = None
@@ -215,7 +223,7 @@ class VLLM(Referenced):
         internals.check_version()
         asynchronous = self._mode == "async"
         loop = check_loop(None) if asynchronous else None
-        arguments = internals.engine_arguments(self._name, self._options, asynchronous)
+        arguments = internals.engine_arguments(self._name, self._options, asynchronous, self._taps)
         global _in_process
         alone = not asynchronous and internals.in_process()
         if alone and (other := _in_process and _in_process()) is not None and not other._closed:
@@ -265,13 +273,14 @@ class VLLM(Referenced):
 
         Returns:
             A dict of counts: ``probes`` (blocks that run or wait), ``requests`` (that the ranks hold state
-            for), ``hooks`` (modules that are wrapped) and ``bytes`` (of tensors that blocks keep). In mode
-            ``"async"`` a coroutine that returns it.
+            for), ``hooks`` (modules that are wrapped) and ``bytes`` (of tensors that blocks keep); and under
+            ``gears``, how many steps the first rank has run in each gear since the engine was started:
+            ``graph``, ``split`` and ``eager``. In mode ``"async"`` a coroutine that returns it.
         """
         if self._mode == "sync":
             return _sum(self.engine.call("endoscope_counts"))
 
-        async def counted() -> dict[str, int]:
+        async def counted() -> dict[str, Any]:
             return _sum(await self.engine.call("endoscope_counts"))
 
         return counted()
@@ -392,8 +401,20 @@ _in_process: Any = None
 """The model whose engine runs in this process, if there is one."""
 
 
-def _sum(counts: list[Mapping[str, int]]) -> dict[str, int]:
-    return {name: sum(each[name] for each in counts) for name in counts[0]}
+def _sum(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    *_, gears = [each.pop("gears") for each in counts]  # every rank runs the same steps
+    return {**{name: sum(each[name] for each in counts) for name in counts[0]}, "gears": gears}
+
+
+def _check_taps(taps: Any) -> str | list[str]:
+    if taps == "auto":
+        return "auto"
+    chosen = None if isinstance(taps, str) or not isinstance(taps, Iterable) else list(taps)
+    if chosen is None or not all(isinstance(each, str) for each in chosen):
+        raise EngineArgumentError(
+            f'taps is "auto", or a list of patterns of outputs such as ["model.layers.*.output"], not {taps!r}'
+        )
+    return chosen
 
 
 def _check_directory(name: str) -> None:

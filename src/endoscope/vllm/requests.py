@@ -62,7 +62,9 @@ class Request:
         if block is not None and inbox is not None:
             self.arrival = inbox.expect(params.n)
             home, key = inbox.address, self.arrival.key
-            submission = Submission(block.reads_only, home, key, block.code, block.values, block.skips_throughout)
+            submission = Submission(
+                block.reads_only, home, key, block.code, block.values, block.skips_throughout, block.reach
+            )
             internals.put_submission(params, encode(submission))
         if final_only:
             internals.final_only(params)
@@ -131,6 +133,7 @@ class Request:
         output.invoke = self.index
         output.saves = {}
         output.emits = {}
+        output.gears = internals.gears_of(output)
         for completion in output.outputs:
             before = self._made.get(completion.index, 0) if self._delta else 0
             self._made[completion.index] = before + len(completion.token_ids)

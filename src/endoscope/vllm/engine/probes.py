@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any
@@ -18,13 +18,17 @@ from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
 from endoscope.probing.exits import refuse_exits
 from endoscope.probing.limits import too_much
 from endoscope.probing.saves import tensor_save
+from endoscope.probing.site import Site
 from endoscope.probing.steps import caches_close
 from endoscope.probing.watchdog import Watchdog
 from endoscope.tracing.failure import clean_text, take_apart
 from endoscope.tracing.messages import Emitted, Ended, Printed, Submission, Warned, decode_submission
+from endoscope.tracing.reach import HIDDEN
 from endoscope.tracing.serialize import dumps, loads
 from endoscope.vllm import internals
+from endoscope.vllm.engine.gears import Gear, Gears
 from endoscope.vllm.engine.outbox import Outbox
+from endoscope.vllm.engine.taps import chosen, install
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +71,15 @@ class EngineProbes:
         model: the loaded model.
         tokenizer: returns its tokenizer.
         reports: whether this rank sends values home; the others run the same blocks and keep quiet.
+        taps: what compiled code is to be tapped for, as for :func:`taps.chosen`; ``None`` where nothing is compiled.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Callable[[], Any], reports: bool = True, taps: Any = None) -> None:
         self.handoffs = Handoffs(model)
+        served = None if taps is None else install(chosen(self.handoffs, taps), self.handoffs.tap)
+        self.gears = Gears(self.handoffs, served)
+        self.gear = Gear.GRAPH
+        """The one of the current step."""
         self.handoffs.stateful = {s for s in self.handoffs.stations.values() if internals.keeps_state(s.module)}
         self.handoffs.samples.limit = internals.vocabulary(model)
         self.watchdog = Watchdog(self.handoffs.limits)
@@ -118,10 +127,12 @@ class EngineProbes:
         probe = Probe(_NOTHING, namespace, self.handoffs, request, send)
         probe.reads_only = submission.reads_only
         probe.skips_throughout = submission.skips_throughout
+        probe.reach = submission.reach
         probe.last_step = None if tokens is None else tokens - 1
         self.traced[request] = Traced(submission, sequence, probe)
         try:
             namespace.update(loads(submission.values, self.resolve, own_classes=True))
+            namespace.pop(HIDDEN, None)
             probe.code = submission.code.compile()
         except BaseException as error:
             probe.error = _unloadable(error)
@@ -208,7 +219,13 @@ class EngineProbes:
 
     # A step.
 
-    def begin(self, rows: list[Rows], tokens: int) -> None:
+    def choose(self, requests: Iterable[str]) -> Gear:
+        """The gear for a step with these requests in it."""
+        here = [traced for request in requests if (traced := self.traced.get(request)) is not None]
+        self.gear = self.gears.choose([traced.probe for traced in here if not traced.settled])
+        return self.gear
+
+    def begin(self, rows: Sequence[Rows], tokens: int) -> None:
         """The model is about to run.
 
         Args:
@@ -234,7 +251,8 @@ class EngineProbes:
                     self.current.append(traced)
                     traced.seen = row.first + row.count
             start = stop
-        self.handoffs.begin(pairs, tokens, len(rows), start)
+        served = {Gear.GRAPH: frozenset[Site](), Gear.SPLIT: self.gears.taps}.get(self.gear)
+        self.handoffs.begin(pairs, tokens, len(rows), start, served)
 
     def logits(self, value: torch.Tensor) -> torch.Tensor:
         """The step's logits, ``[requests, vocabulary]``."""

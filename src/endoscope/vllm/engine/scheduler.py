@@ -6,9 +6,11 @@ they have changed would be lost. Requests end with their blocks where these say 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from endoscope.vllm import internals
+from endoscope.vllm.engine.gears import Gear
 
 PATIENCE = 4
 """For so many steps, a traced prompt at the head of the queue lets running requests have the budget that it needs."""
@@ -24,6 +26,10 @@ class _Traces:
         """The traced requests, waiting and running."""
         self._late: Any = None
         """A traced prompt that has been patient for long enough."""
+        self._gears: dict[str, Counter[str]] = {}
+        """In which gears the steps of traced requests ran, all sequences of one together."""
+        self._ended: dict[str, dict[str, int]] = {}
+        """The same of sequences that have ended in this step."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, as vLLM does; a traced prompt that has waited too long gets its budget first."""
@@ -49,11 +55,21 @@ class _Traces:
         """Take in a request, as vLLM does."""
         if internals.is_traced(request):
             self._traced.add(request.request_id)
+            self._gears.setdefault(internals.family(request.request_id), Counter())
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._traced.discard(request.request_id)
+        if request.request_id in self._traced:
+            self._traced.discard(request.request_id)
+            self._count_out(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _count_out(self, request: str) -> None:
+        """A traced sequence has ended."""
+        family = internals.family(request)
+        self._ended[request] = dict.fromkeys(map(str, Gear), 0) | self._gears[family]
+        if not any(internals.family(other) == family for other in self._traced):
+            del self._gears[family]
 
     def _not_yet(self) -> set[Any]:
         """Running requests that cannot be in the step."""
@@ -80,13 +96,20 @@ class _Traces:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take in what a step made, as vLLM does, and end the requests that their blocks have ended in it."""
-        over, _ = internals.marked(model_runner_output)
+        over, _, gear = internals.marked(model_runner_output)
+        self._ended.clear()
+        if gear:
+            for request in scheduler_output.num_scheduled_tokens:
+                if request in self._traced:
+                    self._gears[internals.family(request)][gear] += 1
         for request, token_counts in over.items():
             if not token_counts:
                 internals.drop_token(model_runner_output, request)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if over:
             internals.end_requests(self, outputs, list(over))
+        if self._ended:
+            internals.put_gears(outputs, self._ended)
         return outputs
 
 

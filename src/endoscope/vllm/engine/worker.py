@@ -6,8 +6,11 @@ import gc
 from multiprocessing import parent_process
 from typing import Any
 
+from endoscope.errors import EngineArgumentError
 from endoscope.vllm import internals
-from endoscope.vllm.engine.runner import TracedRunner
+from endoscope.vllm.engine.gears import Gear
+from endoscope.vllm.engine.runner_v1 import TracedV1Runner
+from endoscope.vllm.engine.runner_v2 import TracedV2Runner
 
 YOUNG = 50_000
 """So many new objects set off a collection in the middle of a step."""
@@ -20,14 +23,18 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         """Make the runner, as vLLM does, and let it serve traces."""
         super().init_device()
         runner = self.model_runner
-        internals.check_runner(runner)
+        traced = {"v1": TracedV1Runner, "v2": TracedV2Runner}[internals.runner_kind(runner)]
         # The class of the runner is fixed inside of vLLM's worker, so the runner changes its class once it is made.
-        runner.__class__ = type("TracedRunner", (TracedRunner, type(runner)), {})
+        runner.__class__ = type("TracedRunner", (traced, type(runner)), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model; traces see the modules that it has then."""
         result = super().load_model(*args, **kwargs)
-        self.model_runner.attach(reports=internals.reports(self))
+        try:
+            self.model_runner.attach(reports=internals.reports(self))
+        except EngineArgumentError as error:
+            internals.refuse_start(str(error))
+            raise
         return result
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,6 +44,7 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         collections of everything that was ever imported.
         """
         result = super().compile_or_warm_up_model(*args, **kwargs)
+        self.model_runner.learn()
         if parent_process() is not None:
             gc.collect()
             gc.freeze()
@@ -64,9 +72,11 @@ class Worker(internals.worker_base()):  # type: ignore[misc]
         for sequence in sequences:
             self.model_runner.probes.missing(*sequence)
 
-    def endoscope_counts(self) -> dict[str, int]:
-        """What this rank holds for traces, and the requests that its runner has."""
-        return {**self.model_runner.probes.counts(), "requests": len(internals.held_requests(self.model_runner))}
+    def endoscope_counts(self) -> dict[str, Any]:
+        """What this rank holds for traces, the requests that its runner has, and its steps by gear."""
+        probes = self.model_runner.probes
+        gears = {gear.value: probes.gears.steps[gear] for gear in Gear}
+        return {**probes.counts(), "requests": len(internals.held_requests(self.model_runner)), "gears": gears}
 
     def endoscope_tree(self) -> list[tuple[str, str]]:
         """Every module of the model: its path and the name of its class."""

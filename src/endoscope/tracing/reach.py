@@ -1,0 +1,664 @@
+"""The sites that a block can reach from each of its lines on, read from its text.
+
+How a step of the engine may run depends on what its blocks can ask for in it, and that has to be known before the step
+begins. The answer errs on one side only: a site that may be reached is among them, and so are some that are not.
+
+A site is written as its path below the model, ``model.layers[3].mlp.output``; ``[*]`` stands for any element,
+``model.layers[3].**`` for every site of a module and of all that is inside of it. ``<patterns>@cache`` stands for what
+``tracer.cache`` keeps.
+"""
+
+from __future__ import annotations
+
+import ast
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from endoscope.errors import SerializationError
+from endoscope.tracing.outside import MODEL, MODULES, TRACER, UNKNOWN, kind_of
+from endoscope.tracing.rewrite import SAVE
+from endoscope.tracing.scopes import bound_names
+from endoscope.tracing.serialize import MARK, Referenced
+
+if TYPE_CHECKING:
+    from endoscope.tracing.block import Code
+
+EVERYTHING = "**"
+SITES = frozenset({"input", "inputs", "output", "resid_pre", "resid_post", "skip"})
+_ENGINES = frozenset({"logits", "samples", "tokenizer"})
+"""What of the model is no module's."""
+CACHE = "@cache"
+
+_DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "compile", "__import__", "__builtins__"})
+"""Names with which text that is not in the block reaches its names."""
+_PASS_ON = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "iter", "next", "set", "dict"})
+"""Functions of Python's whose results hold what they are given, or its elements."""
+_LOOK_AT = frozenset({"len", "print", "str", "repr", "type", "id", "isinstance", "range", "int", "bool", "hash"})
+"""Functions of Python's that keep nothing of what they are given."""
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """The sites that a block can reach.
+
+    Attributes:
+        lines: lines of the file, in order.
+        sites: for each of them, the sites that are reached from the lines up to it on. The last are those of every
+            line behind.
+    """
+
+    lines: tuple[int, ...] = ()
+    sites: tuple[tuple[str, ...], ...] = ((EVERYTHING,),)
+
+    def at(self, line: int) -> tuple[str, ...]:
+        """The sites that the block can reach when it stands at the line; 0 for a block that has not begun."""
+        return self.sites[min(bisect_left(self.lines, line), len(self.sites) - 1)]
+
+
+UNREAD = Reach()
+"""That of a block whose text nobody has looked at."""
+
+Path = tuple[str, ...]
+Modules = frozenset[Path]
+NO_MODULES: Modules = frozenset()
+
+
+class Value(NamedTuple):
+    """What modules something may be or hold."""
+
+    itself: Modules = NO_MODULES
+    elements: Modules = NO_MODULES
+    """Those that it may hold."""
+    deeper: Modules = NO_MODULES
+    """Those that what it holds may hold, however deep."""
+
+    @property
+    def all(self) -> Modules:
+        return self.itself | self.elements | self.deeper
+
+    def __or__(self, other: Value) -> Value:
+        return Value(*(one | another for one, another in zip(self, other, strict=True)))
+
+    def element(self, index: str = "[*]") -> Value:
+        """What an element of it may be."""
+        return Value(self.child(index) | self.elements, self.deeper, self.deeper)
+
+    def child(self, name: str) -> Modules:
+        return frozenset(_child(path, name) for path in self.itself) if self.itself else NO_MODULES
+
+
+HIDDEN = "__endoscope_hidden__"
+"""The name behind those outside values whose inside is not looked at, in a dict of all of them."""
+
+
+class _Mark(Referenced):
+    def reference(self) -> tuple[str, ...]:
+        return MARK
+
+
+def hidden_first(values: dict[str, Any], references: Mapping[int, tuple[str, ...]]) -> dict[str, Any]:
+    """The outside values, those that are not looked into first.
+
+    What they refer to is then met first when they are serialized, up to a :data:`serialize.MARK`.
+    """
+    hidden = {name: value for name, value in values.items() if _is_hidden(value, references)}
+    return {**hidden, HIDDEN: _Mark(), **{k: v for k, v in values.items() if k not in hidden}} if hidden else values
+
+
+def _is_hidden(value: object, references: Mapping[int, tuple[str, ...]]) -> bool:
+    try:
+        return kind_of(value, references) == UNKNOWN
+    except SerializationError:  # a module of another model, which is refused when the value is serialized
+        return True
+
+
+def reach(code: Code, values: Mapping[str, Any], hidden: Iterable[tuple[str, ...]]) -> Reach:
+    """The sites that a block can reach.
+
+    Args:
+        code: the block.
+        values: its outside values by name.
+        hidden: the references to modules, the model and the tracer that are in outside values of other kinds than
+            modules and containers, such as functions.
+    """
+    indices = _index_names(code)
+    outside: list[tuple[str, str, Value]] = []
+    for name, value in values.items():
+        kind = kind_of(value)
+        if kind == MODEL:
+            outside.append((name, MODEL, Value(frozenset({()}))))
+        elif kind == MODULES:
+            if isinstance(value, Referenced):
+                outside.append((name, MODULES, Value(frozenset({_path_of(value.reference())}))))
+            else:
+                outside.append((name, MODULES, _held(value)))
+        elif kind == TRACER:
+            outside.append((name, TRACER, _NOTHING))
+        else:
+            number = f"={value}" if name in indices and type(value) is int else ""
+            outside.append((name, number, _NOTHING))
+    escaped = set()
+    for key in hidden:
+        if key[0] == "tracer":
+            return Reach()
+        if key[0] in ("model", "module"):
+            escaped.add(_path_of(key))
+    return _read(code, tuple(outside), frozenset(escaped))
+
+
+def _path_of(key: tuple[str, ...]) -> Path:
+    return tuple(key[1].split(".")) if key[0] == "module" and key[1] else ()
+
+
+def _held(container: Any) -> Value:
+    """What a container holds, and what that holds."""
+    given = [*container, *container.values()] if isinstance(container, dict) else container
+    itself: set[Path] = set()
+    deeper: set[Path] = set()
+    for element in given:
+        if isinstance(element, Referenced):
+            itself.add(_path_of(element.reference()))
+        elif isinstance(element, dict | list | tuple | set | frozenset):
+            deeper |= _held(element).all
+    return Value(NO_MODULES, frozenset(itself), frozenset(deeper))
+
+
+@lru_cache(maxsize=1024)
+def _index_names(code: Code) -> frozenset[str]:
+    """The names that stand alone in square brackets."""
+    return frozenset(
+        node.slice.id
+        for statement in code.written()
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _read(code: Code, outside: Any, escaped: frozenset[Path]) -> Reach:
+    try:
+        reader = _Reader(code.rewritten(), outside)
+    except RecursionError:
+        return Reach()
+    for path in escaped:
+        reader.anywhere.add((*path, EVERYTHING))
+    return reader.result()
+
+
+_NOTHING = Value()
+
+
+class _Reader:
+    """Works out what names may stand for, and which sites each statement can reach.
+
+    For every name: the modules that it may be, and those that it may hold, whatever is bound to it anywhere.
+
+    Args:
+        body: the statements of a block as they run.
+        outside: the outside names that stand for modules, or hold some.
+    """
+
+    def __init__(self, body: list[ast.stmt], outside: Any) -> None:
+        self.body = body
+        self.names: dict[str, Value] = {}
+        self.numbers: dict[str, int] = {}
+        self.tracers: set[str] = set()
+        self.anywhere: set[Path] = set()
+        """Sites that can be reached from wherever the block stands."""
+        self.of: dict[ast.stmt, set[Path]] = {}
+        """Sites of each statement."""
+        self.functions: dict[str, ast.FunctionDef | ast.Lambda] = {}
+        """The functions of the block, where a name stands for one of them alone."""
+        self.returned: dict[str, Value] = {}
+        self.function: str | None = None
+        self.now = self.anywhere
+        nodes = [node for statement in body for node in ast.walk(statement)]
+        bound = Counter(name for node in nodes for name in bound_names(node))
+        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+        for name, kind, value in outside:
+            bound[name] += 0
+            if kind == TRACER:
+                self.tracers.add(name)
+            elif kind.startswith("="):
+                if not bound[name]:
+                    self.numbers[name] = int(kind[1:])
+            elif kind:
+                self.names[name] = value
+        self.taken = {*bound}
+        """Names that are not those of Python's own functions."""
+        outer = {name for name, *_ in outside}
+        for node in nodes:
+            match node:
+                case ast.FunctionDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
+                    function = node if isinstance(node, ast.FunctionDef) else node.value
+                    if bound[name] == 1 and name not in outer and isinstance(function, ast.FunctionDef | ast.Lambda):
+                        self.functions[name] = function
+        before: Any = None
+        while before != (self.names, self.returned):
+            before = dict(self.names), dict(self.returned)
+            for statement in body:
+                self.statement(statement)
+
+    # The result.
+
+    def result(self) -> Reach:
+        """The sites from each line on."""
+        lines: list[int] = []
+        sites: list[tuple[str, ...]] = []
+        first = min((each.lineno for each in self.body), default=0)
+        last = max((each.end_lineno or each.lineno for each in self.body), default=0)
+        for line in [0, *range(first, last + 1)]:
+            found = tuple(sorted(map(_written, self.anywhere | self.after(self.body, line))))
+            if EVERYTHING in found:
+                found = (EVERYTHING,)
+            if sites and sites[-1] == found:
+                lines[-1] = line
+            else:
+                lines.append(line)
+                sites.append(found)
+        return Reach(tuple(lines), tuple(sites))
+
+    def after(self, body: list[ast.stmt], line: int) -> set[Path]:
+        """The sites of what may run after the line in these statements; the line's own among them."""
+        for index, statement in enumerate(body):
+            if line <= (statement.end_lineno or statement.lineno):
+                rest = self.all(body[index + 1 :])
+                if line < statement.lineno:
+                    return rest | self.all([statement])
+                return rest | self.within(statement, line)
+        return set()
+
+    def within(self, statement: ast.stmt, line: int) -> set[Path]:
+        match statement:
+            case ast.If(test, body, orelse):
+                if line <= (test.end_lineno or test.lineno):
+                    return self.all([statement])
+                inner = body if line <= (body[-1].end_lineno or 0) else orelse
+                return self.after(inner, line)
+            case ast.With(_, body) if line >= body[0].lineno:
+                # What the context does at its end is a function's of its own.
+                return self.after(body, line)
+        return self.all([statement])
+
+    def all(self, body: list[ast.stmt]) -> set[Path]:
+        """The sites of statements, with all that is in them."""
+        return {
+            site
+            for statement in body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.stmt)
+            for site in self.of.get(node, ())
+        }
+
+    # Statements.
+
+    def statement(self, node: ast.stmt) -> None:
+        outer, self.now = self.now, self.of.setdefault(node, set())
+        if self.function is not None:
+            self.now = self.anywhere
+        self._statement(node)
+        self.now = outer
+
+    def run(self, body: Iterable[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Expr(value):
+                self.value(value)
+            case ast.Assign(targets, value):
+                given = self.value(value)
+                for target in targets:
+                    self.assign(target, value, given)
+            case ast.AnnAssign(target, _, value, _):
+                if value is not None:
+                    self.bind(target, self.value(value))
+            case ast.AugAssign(target, _, value):
+                self.escape(self.value(target))
+                self.bind(target, self.value(value))
+            case ast.For(target, source, body, orelse) | ast.AsyncFor(target, source, body, orelse):
+                self.loop(target, source)
+                self.run([*body, *orelse])
+            case ast.If(test, body, orelse) | ast.While(test, body, orelse):
+                self.value(test)
+                self.run([*body, *orelse])
+            case ast.With(items, body) | ast.AsyncWith(items, body):
+                for item in items:
+                    given = self.value(item.context_expr)
+                    self.escape(given)
+                    if item.optional_vars is not None:
+                        self.bind(item.optional_vars, given)
+                self.run(body)
+            case ast.Try(body, handlers, orelse, final) | ast.TryStar(body, handlers, orelse, final):
+                self.run(body)
+                for handler in handlers:
+                    self.run(handler.body)
+                self.run([*orelse, *final])
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+                for each in [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                    self.escape(self.value(each))
+                self.inside(name, node.body)
+            case ast.ClassDef(name, bases, keywords, body):
+                for each in [*bases, *(keyword.value for keyword in keywords), *node.decorator_list]:
+                    self.escape(self.value(each))
+                self.inside(name, body)
+            case ast.Return(value):
+                if value is not None and self.function is not None:
+                    given = self.value(value)
+                    self.returned[self.function] = self.returned.get(self.function, _NOTHING) | given
+            case _:
+                # Whatever else there is, its parts are looked at, and what they may be can go anywhere.
+                for part in ast.walk(node):
+                    if isinstance(part, ast.stmt) and part is not node:
+                        self.statement(part)
+                for part in ast.iter_child_nodes(node):
+                    self.loose(part)
+
+    def inside(self, name: str, body: list[ast.stmt]) -> None:
+        """Statements that run whenever somebody calls for them."""
+        outer, self.function = self.function, name
+        self.run(body)
+        self.function = outer
+
+    def loose(self, node: ast.AST) -> None:
+        if isinstance(node, ast.expr):
+            self.escape(self.value(node))
+        elif not isinstance(node, ast.stmt):
+            for part in ast.iter_child_nodes(node):
+                self.loose(part)
+
+    def loop(self, target: ast.expr, source: ast.expr) -> None:
+        """Bind a loop's target to what it goes over."""
+        given = self.value(source)
+        match target, source:
+            case ast.Tuple([number, each]), ast.Call(ast.Name("enumerate"), [one], _) if "enumerate" not in self.taken:
+                self.bind(number, _NOTHING)
+                self.bind(each, self.value(one).element())
+            case ast.Tuple(targets), ast.Call(ast.Name("zip"), sources, _) if (
+                "zip" not in self.taken
+                and len(targets) == len(sources)
+                and not any(isinstance(each, ast.Starred) for each in [*targets, *sources])
+            ):
+                for each, one in zip(targets, sources, strict=True):
+                    self.bind(each, self.value(one).element())
+            case _:
+                self.bind(target, given.element())
+
+    def assign(self, target: ast.expr, value: ast.expr, given: Value) -> None:
+        match target, value:
+            case (ast.Tuple(targets), ast.Tuple(values)) if len(targets) == len(values) and not any(
+                isinstance(each, ast.Starred) for each in [*targets, *values]
+            ):
+                for one, other in zip(targets, values, strict=True):
+                    self.assign(one, other, self.value(other))
+            case _:
+                self.bind(target, given)
+
+    def bind(self, target: ast.expr, given: Value) -> None:
+        match target:
+            case ast.Name(name):
+                if name in self.tracers and given.all:
+                    self.everything()
+                self.names[name] = self.names.get(name, _NOTHING) | given
+            case ast.Tuple(targets) | ast.List(targets):
+                for each in targets:
+                    # A starred target is a list of what the others would be.
+                    self.bind(each, given if isinstance(each, ast.Starred) else given.element())
+            case ast.Starred(inner):
+                element = given.element()
+                self.bind(inner, Value(NO_MODULES, element.itself, element.deeper))
+            case ast.Subscript(container, index):
+                self.value(index)
+                self.value(container)
+                if isinstance(container, ast.Name):
+                    self.bind(container, Value(NO_MODULES, given.itself, given.elements | given.deeper))
+                else:
+                    self.escape(given)
+            case _:
+                self.value(target)
+                self.escape(given)
+
+    # Expressions.
+
+    def value(self, node: ast.expr) -> Value:
+        """The modules that an expression may be, and those that it may hold."""
+        match node:
+            case ast.Constant():
+                return _NOTHING
+            case ast.Name(name):
+                if name in _DYNAMIC:
+                    self.everything()
+                if name in self.tracers:
+                    # Where only some of it is used, this is not come by.
+                    self.everything()
+                return self.names.get(name, _NOTHING)
+            case ast.Attribute(ast.Name(name)) if name in self.tracers:
+                if node.attr in ("cache", "__class__") or node.attr.startswith("_"):
+                    self.everything()  # not where it is called
+                return _NOTHING
+            case ast.Attribute(value, name):
+                return self.attribute(self.value(value), name)
+            case ast.Subscript(container, index):
+                self.escape(self.value(index))
+                return self.item(self.value(container), index)
+            case ast.Compare(left, operators, others):
+                for each in (left, *others):
+                    given = self.value(each)
+                    if not all(isinstance(operator, ast.Is | ast.IsNot) for operator in operators):
+                        self.escape(given)
+                return _NOTHING
+            case ast.BinOp(left, _, right):
+                one, other = self.value(left), self.value(right)
+                if not (one.all and other.all) or one.itself or other.itself:
+                    # An object of a class of its own may define the operator.
+                    self.escape(one | other)
+                return one | other
+            case ast.Call():
+                return self.call(node)
+            case ast.NamedExpr(target, value):
+                given = self.value(value)
+                self.bind(target, given)
+                return given
+            case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts):
+                return self.holding(*parts)
+            case ast.Dict(keys, parts):
+                return self.holding(*filter(None, keys), *parts)
+            case ast.Starred(inner):
+                return self.value(inner).element()
+            case ast.ListComp(part, generators) | ast.SetComp(part, generators) | ast.GeneratorExp(part, generators):
+                return self.comprehension(node, generators, part)
+            case ast.DictComp(key, part, generators):
+                return self.comprehension(node, generators, key, part)
+            case ast.Lambda(_, body):
+                outer, self.now = self.now, self.anywhere
+                given = self.value(body)
+                self.now = outer
+                self.escape(given)
+                return _NOTHING
+            case ast.Yield() | ast.YieldFrom() | ast.Await():
+                if node.value is not None:
+                    self.escape(self.value(node.value))
+                return _NOTHING
+        given = _NOTHING
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                given |= self.value(child)
+        return given
+
+    def comprehension(self, node: ast.expr, generators: list[ast.comprehension], *parts: ast.expr) -> Value:
+        outer = self.now
+        if isinstance(node, ast.GeneratorExp):
+            # It runs when somebody goes through it.
+            self.now = self.anywhere
+        for each in generators:
+            self.loop(each.target, each.iter)
+            for test in each.ifs:
+                self.value(test)
+        held = self.holding(*parts)
+        self.now = outer
+        return held
+
+    def holding(self, *parts: ast.expr) -> Value:
+        """A container of these."""
+        value = _NOTHING
+        for part in parts:
+            value |= self.value(part)
+        return Value(NO_MODULES, value.itself, value.elements | value.deeper)
+
+    def attribute(self, given: Value, name: str) -> Value:
+        if name.startswith("_"):
+            self.escape(given)
+            return _NOTHING
+        held = Value(NO_MODULES, given.elements, given.deeper)
+        if name in SITES:
+            self.now.update((*path, name) for path in given.itself)
+            return held
+        of_engine = frozenset({()}) if name in _ENGINES else NO_MODULES
+        return Value(Value(given.itself - of_engine).child(name)) | held
+
+    def item(self, given: Value, index: ast.expr) -> Value:
+        match index:
+            case ast.Constant(number) if type(number) is int:
+                return given.element(f"[{number}]")
+            case ast.UnaryOp(ast.USub(), ast.Constant(number)) if type(number) is int:
+                return given.element(f"[-{number}]")
+            case ast.Name(name) if name in self.numbers:
+                return given.element(f"[{self.numbers[name]}]")
+            case ast.Constant(text) if type(text) is str and text.isidentifier():
+                return given.element(text)
+            case ast.Slice():
+                return Value(NO_MODULES, given.child("[*]") | given.elements, given.deeper)
+        return given.element()
+
+    # Calls.
+
+    def call(self, node: ast.Call) -> Value:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        match node.func:
+            case ast.Name(name) if name == SAVE and node.args:
+                for each in node.args[1:]:
+                    self.value(each)
+                return self.value(node.args[0])
+            case ast.Name(name) if (function := self.functions.get(name)) is not None:
+                return self.own(name, function, node)
+            case ast.Name(name) if name in _LOOK_AT and name not in self.taken:
+                for each in arguments:
+                    self.value(each)
+                return _NOTHING
+            case ast.Name(name) if name in _PASS_ON and name not in self.taken:
+                return self.passed_on(name, [self.value(each) for each in arguments])
+            case ast.Attribute(ast.Name(name), "cache") if name in self.tracers:
+                self.cache(node)
+                return _NOTHING
+            case ast.Attribute(value, "get_submodule"):
+                given = self.value(value)
+                match node:
+                    case ast.Call(_, [ast.Constant(path)], []) if type(path) is str:
+                        parts = tuple(path.split(".")) if path else ()
+                        return Value(frozenset((*module, *parts) for module in given.itself))
+                for each in arguments:
+                    self.value(each)
+                return Value(given.child(EVERYTHING))
+        callee = self.value(node.func)
+        for each in arguments:
+            # A module that is called is run by the block itself, and asks for nothing.
+            if callee.itself:
+                self.value(each)
+            else:
+                self.escape(self.value(each))
+        match node.func:
+            case ast.Attribute(_, "items"):
+                return Value(NO_MODULES, NO_MODULES, callee.all)
+            case ast.Attribute(_, "values" | "keys" | "copy"):
+                return Value(NO_MODULES, callee.elements, callee.deeper)
+        # Any other method of a container gives something that it holds.
+        held = callee.elements | callee.deeper
+        return Value(held, callee.deeper, callee.deeper)
+
+    @staticmethod
+    def passed_on(name: str, given: list[Value]) -> Value:
+        """What a function of Python's gives that hands on what it is given."""
+        element = _NOTHING
+        for each in given:
+            element |= each.element()
+        match name:
+            case "next":
+                return element
+            case "enumerate" | "zip":
+                return Value(NO_MODULES, NO_MODULES, element.all)
+            case "dict":
+                return Value(NO_MODULES, element.all, element.all)
+        return Value(NO_MODULES, element.itself, element.elements | element.deeper)
+
+    def own(self, name: str, function: ast.FunctionDef | ast.Lambda, node: ast.Call) -> Value:
+        """A call of a function of the block."""
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        takes = {*names, *(each.arg for each in function.args.kwonlyargs)}
+        for index, each in enumerate(node.args):
+            given = self.value(each)
+            if isinstance(each, ast.Starred) or index >= len(names):
+                self.escape(given)
+            else:
+                self.bind(ast.Name(names[index], ast.Store()), given)
+        for keyword in node.keywords:
+            given = self.value(keyword.value)
+            if keyword.arg in takes:
+                self.bind(ast.Name(keyword.arg, ast.Store()), given)
+            else:
+                self.escape(given)
+        if isinstance(function, ast.Lambda):
+            outer, self.now = self.now, self.anywhere
+            given = self.value(function.body)
+            self.now = outer
+            return given
+        return self.returned.get(name, _NOTHING)
+
+    def cache(self, node: ast.Call) -> None:
+        """What ``tracer.cache`` keeps."""
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if not arguments:
+            self.now.add((CACHE,))
+        for each in arguments:
+            parts = each.elts if isinstance(each, ast.List | ast.Tuple) else [each]
+            for part in parts:
+                match part:
+                    case ast.Constant(None):
+                        self.now.add((CACHE,))
+                    case ast.Constant(pattern) if type(pattern) is str:
+                        self.now.add((pattern + CACHE,))
+                    case _:
+                        modules = self.value(part).all
+                        if not modules:
+                            self.everything()
+                        self.now.update((*path, "output") for path in modules)
+
+    # What is not followed any further.
+
+    def escape(self, given: Value) -> None:
+        """Whatever these are, somebody may ask for any of their sites at any time."""
+        self.anywhere.update(_child(path, EVERYTHING) for path in given.all)
+
+    def everything(self) -> None:
+        self.anywhere.add((EVERYTHING,))
+
+
+_DEEP = 16
+"""Longer paths are not followed: a loop in a block can make one of any length."""
+
+
+def _child(path: Path, name: str) -> Path:
+    if path and path[-1] == EVERYTHING:
+        return path
+    return (*path, EVERYTHING) if len(path) >= _DEEP else (*path, name)
+
+
+def _written(path: Path) -> str:
+    text = ""
+    for name in path:
+        text += name if name.startswith("[") or not text else f".{name}"
+    return text
