@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PARTS = ("sync", "stream", "handoff", "submit", "scheduler")
+PARTS = ("sync", "stream", "handoff", "submit", "scheduler", "gears")
 ALONE = ("soak",)
 """Measured only when they are asked for: they take long."""
 
@@ -71,7 +71,7 @@ def _leave(*_: Any) -> None:
 def _measure(
     part: str, model: str | None, options: argparse.Namespace, say: Callable[[str], object]
 ) -> tuple[dict[str, Any], Any]:
-    from benchmarks import handoff, report, scheduler, soak, stream, submit, sync
+    from benchmarks import gears, handoff, report, scheduler, soak, stream, submit, sync
 
     pairs, tokens = options.pairs, options.tokens
     if part == "soak":
@@ -90,6 +90,11 @@ def _measure(
         requests = options.requests or stream.REQUESTS
         measured = asyncio.run(stream.measure(model, pairs, requests, tokens, say))
         title = f"{model}: {requests} streams at once, {tokens} tokens each"
+        return measured, report.comparisons(title, measured["comparisons"])
+    if part == "gears":
+        requests = options.requests or gears.REQUESTS
+        measured = gears.measure(model, pairs, requests, tokens, say)
+        title = f"{model}: {requests} requests at once, {tokens} tokens each, against vLLM with compiled code"
         return measured, report.comparisons(title, measured["comparisons"])
     if part == "scheduler":
         measured = scheduler.measure(model, pairs, tokens, say)

@@ -25,11 +25,11 @@ BUSY = "an engine that nothing is asked of keeps its processor busy, so it would
 
 
 @contextmanager
-def plain(name: str) -> Iterator[Any]:
-    """Plain vLLM, synchronous: a ``vllm.LLM`` with an engine process of its own."""
+def plain(name: str, **options: Any) -> Iterator[Any]:
+    """Plain vLLM, synchronous: a ``vllm.LLM`` in an engine process of its own; with other engine arguments, if any."""
     from vllm import LLM
 
-    llm = LLM(model=workload.path(name), **workload.options(name))
+    llm = LLM(model=workload.path(name), **{**workload.options(name), **options})
     try:
         yield llm
     finally:
@@ -37,9 +37,9 @@ def plain(name: str) -> Iterator[Any]:
 
 
 @contextmanager
-def ours(name: str) -> Iterator[VLLM]:
-    """Our engine, synchronous, started."""
-    with VLLM(workload.path(name), **workload.options(name)) as model:
+def ours(name: str, **options: Any) -> Iterator[VLLM]:
+    """Our engine, synchronous, started; with other engine arguments, if any."""
+    with VLLM(workload.path(name), **{**workload.options(name), **options}) as model:
         yield model.start()
 
 

@@ -1,6 +1,6 @@
-"""On a GPU, at the shape of Llama-3.1-8B: each gear against vLLM's default engine, and the eager one against its eager.
+"""The gears on a GPU, at the shape of Llama-3.1-8B.
 
-    python -m benchmarks.gpu [--pairs 5] [--out FOLDER]
+    python -m benchmarks.gpu [--pairs 5] [--only untraced ...] [--out FOLDER]
 
 The weights are random: they cost nothing to load, and take the time of real ones.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -17,106 +18,22 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import pairs
-from benchmarks.pairs import Case, Comparison
-from endoscope import VLLM, save
+from benchmarks import gears, pairs
+from endoscope import VLLM
 
 PROMPT, TOKENS, LAYERS, HIDDEN = 128, 128, 32, 4096
-MANY, ONE = "32 requests", "one stream"
-TARGETS: dict[str, tuple[float | None, float | None]] = {
-    "untraced": (0.99, 0.99),
-    "one layer saved at prefill": (0.95, 0.95),
-    "logits read at every step": (0.95, 0.97),
-    "one layer steered at every step": (0.95, 0.98),
-    "every layer kept by a cache": (0.93, 0.93),
-    "every layer kept by a loop": (0.40, 0.93),
-    "eager gear, to vLLM's eager engine": (0.90, 0.90),
-    "31 untraced beside one in the eager gear": (None, None),
-}
 
-Block = Callable[[Any, list[Any], dict[str, Any], Any], Any]
-
-
-def prefill(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Save a layer's rows of the prompts."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                rows = model.model.layers[16].resid_post.save()
-    return tracer.result
-
-
-def logits(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Look at the logits of every step, and keep the last ones."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                for _ in tracer.iter[:]:
-                    last = model.logits
-                save(last)
-    return tracer.result
-
-
-def steered(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Add a vector to a layer's output in every step."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                vector = push.cuda()
-                for _ in tracer.iter[:]:
-                    model.model.layers[16].output[0][:] += vector
-    return tracer.result
-
-
-def cached(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Keep every layer's output of every generated token."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                tracer.next()
-                kept = tracer.cache()
-    return tracer.result
-
-
-def looped(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Do the same in a loop, for the first tensor of each output; nothing comes home."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                rows = []
-                for step in tracer.iter[:]:
-                    for layer in model.model.layers:
-                        rows.append(layer.output[0])
-    return tracer.result
-
-
-def inside(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Look at an MLP, which is no tap, in every step."""
-    with model.trace(**sampling) as tracer:
-        for prompt in prompts:
-            with tracer.invoke(prompt):
-                for _ in tracer.iter[:]:
-                    last = model.model.layers[16].mlp.output
-                save(last)
-    return tracer.result
-
-
-def beside(model: Any, prompts: list[Any], sampling: dict[str, Any], push: Any) -> Any:
-    """Do so in the first request only, beside others that are not traced."""
-    with model.trace(**sampling) as tracer:
-        with tracer.invoke(prompts[0]):
-            for _ in tracer.iter[:]:
-                last = model.model.layers[16].mlp.output
-            save(last)
-        for prompt in prompts[1:]:
-            with tracer.invoke(prompt):
-                pass
-    return tracer.result
-
-
-BLOCKS: dict[str, Block | None] = dict(
-    zip(TARGETS, (None, prefill, logits, steered, cached, looped, inside, beside), strict=True)
-)
+TARGETS: dict[int, dict[str, float | None]] = {
+    32: {
+        gears.UNTRACED: 0.99, gears.PREFILL: 0.95, gears.LOGITS: 0.95, gears.STEERED: 0.95, gears.LOOPED: 0.40,
+        gears.EAGER: 0.90, gears.BESIDE: None, gears.CACHED: 0.93,
+    },
+    1: {
+        gears.UNTRACED: 0.99, gears.PREFILL: 0.95, gears.LOGITS: 0.97, gears.STEERED: 0.98, gears.LOOPED: 0.93,
+        gears.EAGER: 0.90, gears.CACHED: 0.93,
+    },
+}  # fmt: skip
+"""By the number of requests at once."""
 
 
 def make_model(folder: Path) -> str:
@@ -158,7 +75,7 @@ def measure(path: str, count: int, only: list[str], say: Callable[[str], object]
         path: the model.
         count: pairs of each case.
         only: names of the cases; all if it is empty.
-        say: told what is being done.
+        say: told what is being done, and each result as soon as it is there.
     """
     import torch
     from vllm import LLM
@@ -176,71 +93,31 @@ def measure(path: str, count: int, only: list[str], say: Callable[[str], object]
     plain = timed("vLLM", lambda: LLM(path, **ENGINE))
     eager = timed("vLLM, eager", lambda: LLM(path, enforce_eager=True, **ENGINE))
     push = torch.full((HIDDEN,), 1e-3, dtype=torch.bfloat16, device="cpu")
-    with model.trace([1, 2, 3], max_tokens=1):  # a first pass learns the order of the modules
-        first = model.model.norm.output[0].save()
-    cases: list[Case] = []
-    for requests, column in ((32, 0), (1, 1)):
-        for name, block in BLOCKS.items():
-            if (only and name not in only) or (name.startswith("31") and requests == 1):
-                continue
-            other = eager if name.startswith("eager") else plain
-            label = f"{name} ({(MANY, ONE)[column]})"
-            comparison = Comparison(label, "tokens/s", TARGETS[name][column])
-            cases.append(Case(_plain(other, requests), _ours(model, block, requests, push), {"rate": comparison}))
-    pairs.run(cases, count, say)
-    gears = model.debug()["gears"]
-    model.close()
-    return {"start_s": start, "gears": gears, "comparisons": [case.comparisons["rate"].to_json() for case in cases]}
-
-
-def _prompts(requests: int) -> list[list[int]]:
     chance = random.Random(0)
-    return [[chance.randrange(3, 128000) for _ in range(PROMPT)] for _ in range(requests)]
-
-
-def _sampling() -> dict[str, Any]:
-    return {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
-
-
-def _rate(outputs: Any, seconds: float, requests: int) -> dict[str, float]:
-    outputs = outputs if isinstance(outputs, list) else [outputs]
-    assert len(outputs) == requests
-    assert all(len(output.outputs[0].token_ids) == TOKENS for output in outputs)
-    return {"rate": requests * TOKENS / seconds}
-
-
-def _plain(llm: Any, requests: int) -> Callable[[], dict[str, float]]:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in _prompts(requests)]
-
-    def run() -> dict[str, float]:
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(**_sampling()), use_tqdm=False)
-        return _rate(outputs, time.perf_counter() - start, requests)
-
-    return run
-
-
-def _ours(model: Any, block: Block | None, requests: int, push: Any) -> Callable[[], dict[str, float]]:
-    prompts = _prompts(requests)
-
-    def run() -> dict[str, float]:
-        start = time.perf_counter()
-        traced = None if block is None else block(model, prompts, _sampling(), push)
-        outputs = model.generate(prompts, **_sampling()) if traced is None else traced
-        return _rate(outputs, time.perf_counter() - start, requests)
-
-    return run
+    prompts = [[chance.randrange(3, 128000) for _ in range(PROMPT)] for _ in range(32)]
+    sampling = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    found = []
+    for requests, targets in TARGETS.items():
+        chosen = {name: target for name, target in targets.items() if not only or name in only}
+        label = "{}, " + ("32 requests" if requests == 32 else "one stream")
+        for case in gears.cases(plain, eager, model, prompts[:requests], sampling, LAYERS // 2, push, chosen, label):
+            # One case after the other, each with a warm-up of its own: what is measured by then is not lost.
+            pairs.run([case], count, lambda _: None)
+            found.append(case.comparisons["rate"].to_json())
+            say(_row(found[-1]))
+    steps = model.debug()["gears"]
+    model.close()
+    return {"start_s": start, "gears": steps, "comparisons": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=[], choices=list(TARGETS))
+    parser.add_argument("--only", nargs="*", default=[], choices=list(gears.BLOCKS))
     parser.add_argument("--out", type=Path, default=Path("."))
     given = parser.parse_args()
+    # What has looked at the GPU in this process cannot be forked into an engine's.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     import torch
     import vllm
 
@@ -251,11 +128,15 @@ def main() -> None:
     (given.out / "gpu.json").write_text(json.dumps(found, indent=1))
     print(f"| {found['card']}, vLLM {found['vllm']}, torch {found['torch']} | ratio | lowest | highest | target |")
     for one in found["comparisons"]:
-        print(
-            f"| {one['name']} | {one['ratio']:.3f} | {min(one['ratios']):.3f} | {max(one['ratios']):.3f} "
-            f"| {one['target'] or ''} | {median(one['plain']):.0f} and {median(one['ours']):.0f} tokens/s"
-        )
+        print(_row(one))
     print(json.dumps({"start_s": found["start_s"], "gears": found["gears"]}))
+
+
+def _row(one: dict[str, Any]) -> str:
+    return (
+        f"| {one['name']} | {one['ratio']:.3f} | {min(one['ratios']):.3f} | {max(one['ratios']):.3f} "
+        f"| {one['target'] or ''} | {median(one['plain']):.0f} and {median(one['ours']):.0f} tokens/s"
+    )
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ def options(name: str) -> dict[str, Any]:
     return {"enforce_eager": True, "kv_cache_memory_bytes": space, "max_model_len": 512}
 
 
-def check(outputs: list[Any], count: int, tokens: int) -> None:
+def check_tokens(outputs: list[Any], count: int, tokens: int) -> None:
     """Refuse to count a run that did less than it should have.
 
     Raises:
-        RuntimeError: a request is missing, has another number of tokens, or a prompt that the cache could serve.
+        RuntimeError: a request is missing, or has another number of tokens.
     """
     if len(outputs) != count:
         raise RuntimeError(f"{len(outputs)} of {count} requests finished")
@@ -72,6 +72,16 @@ def check(outputs: list[Any], count: int, tokens: int) -> None:
         made = len(output.outputs[0].token_ids)
         if made != tokens:
             raise RuntimeError(f"request {output.request_id} made {made} tokens, not {tokens}")
+
+
+def check(outputs: list[Any], count: int, tokens: int) -> None:
+    """Refuse to count a run that did less than it should have, or that the prefix cache could help.
+
+    Raises:
+        RuntimeError: as for :func:`check_tokens`, or for a prompt that the cache could serve.
+    """
+    check_tokens(outputs, count, tokens)
+    for output in outputs:
         if len(output.prompt_token_ids) >= KV_BLOCK:
             raise RuntimeError(f"request {output.request_id} has a prompt of {len(output.prompt_token_ids)} tokens")
 

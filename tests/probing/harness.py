@@ -15,9 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from endoscope.errors import SerializationError
 from endoscope.probing import BlockTracer, Handoffs, ModelView, Probe, Span
+from endoscope.probing.reached import Reached
+from endoscope.probing.site import Site
 from endoscope.probing.steps import caches_close
 from endoscope.tracing.block import Code
+from endoscope.tracing.reach import Reach, hidden_first, reach
+from endoscope.tracing.serialize import MARK, dumps
 from endoscope.tracing.skips import skips_throughout
 
 HIDDEN, VOCABULARY, LAYERS = 8, 23, 3
@@ -316,6 +321,10 @@ class Engine:
         self.model = ModelView(self.handoffs)
         self.tracer = BlockTracer(self.handoffs)
         self.after_begin: Callable[[], None] | None = None
+        self._reached = Reached(self.handoffs.stations)
+        self._can_reach: dict[Probe, frozenset[Site]] = {}
+        self._wanted = self.handoffs.wanted
+        self.handoffs.wanted = self._checked  # type: ignore[method-assign]
         self.step = 0
         self.padding = 0
         """Rows of each step that are no request's."""
@@ -326,7 +335,24 @@ class Engine:
         code = code_of(block)
         probe = Probe(code.compile(), namespace, self.handoffs, "request", send)
         probe.skips_throughout = skips_throughout(code, namespace)
+        probe.reach = self._reach_of(code, namespace)
         return probe
+
+    def _reach_of(self, code: Code, values: dict[str, Any]) -> Reach:
+        met: list[tuple[str, ...]] = []
+        try:
+            dumps(hidden_first(code, values), met=met)
+        except SerializationError:
+            return Reach()
+        return reach(code, values, met[: met.index(MARK)] if MARK in met else ())
+
+    def _checked(self, probe: Probe, site: Site) -> None:
+        """As ``Handoffs.wanted``: no block stops where its text does not tell that it can."""
+        if site.station is not None and self.handoffs.running and probe in self._can_reach:
+            assert site in self._can_reach[probe], (
+                f"{site.name} is not among {sorted(s.name for s in self._can_reach[probe])}"
+            )
+        self._wanted(probe, site)
 
     def run(self, *requests: Request, check: bool = True) -> Any:
         """Run the requests until each has its tokens; with ``check``, raise the first error of a block.
@@ -393,6 +419,7 @@ class Engine:
         Memory.owners = owners + [None] * self.padding
         ids += [0] * self.padding
         positions += [0] * self.padding
+        self._can_reach = {probe: self._reached.sites(probe.reach.at(probe.line)) for probe, _, _ in pairs}
         self.handoffs.begin(pairs, len(ids), len(batch), rows)
         if self.after_begin is not None:
             self.after_begin()

@@ -764,3 +764,46 @@ def test_a_block_that_only_reads_beside_one_that_edits_is_not_taken_to_edit() ->
     requests = [Request([3], edits), Request([4], reads), Request([5], edits), Request([6], reads)]
     Engine(llama()).run(*requests)
     assert [request.probe.edited for request in requests] == [True, False, True, False]
+
+
+WAYS_TO_WRITE = {
+    "in place": "layer.output[0][:] = 7",
+    "by a part": "layer.output[0][:1] += 1",
+    "another shape in place": "layer.output[0].unsqueeze_(0)",
+    "other memory": "h = layer.output[0]; h.set_(torch.zeros_like(h)); h += 3",
+    "assigned": "layer.output = (layer.output[0] * 2, layer.output[1])",
+    "in place and assigned": "h = layer.output[0]; h += 1; layer.output = (h * 2, layer.output[1])",
+    "and fails": "layer.output[0][:] = 5; 1 / 0",
+    "both": "layer.output[0].zero_(); layer.output[1][:] = 2",
+    "nothing": "h = layer.output[0]",
+    "kept and written later": "h = layer.output[0]; h += 1; x = layer.mlp; y = model.model.layers[2].output; h[:] = 99",
+}
+
+
+@pytest.mark.parametrize("first", WAYS_TO_WRITE)
+@pytest.mark.parametrize("second", WAYS_TO_WRITE)
+def test_what_several_write_lands_as_if_each_were_alone(first: str, second: str) -> None:
+    """Rows that many have written in place are put back at once; which of them they are changes nothing."""
+    model = llama()
+
+    def request(way: str | None, prompt: list[int]) -> Request:
+        head = "layer = model.model.layers[1]\n"
+        block = (
+            None
+            if way is None
+            else head + "for _ in tracer.iter[:]:\n    " + "\n    ".join(WAYS_TO_WRITE[way].split("; "))
+        )
+        return Request(prompt, block, tokens=3)
+
+    plan: list[tuple[str | None, list[int]]] = [
+        (first, [3, 1, 4]), (None, [1, 5]), (second, [9]), ("in place", [2, 6]), (first, [5, 3, 5, 8]),
+    ]  # fmt: skip
+    together = [request(*each) for each in plan]
+    Engine(model).run(*together, check=False)
+    for each, found in zip(plan, together, strict=True):
+        alone = request(*each)
+        Engine(model).run(alone, check=False)
+        assert type(found.error) is type(alone.error)
+        assert found.generated == alone.generated
+        for one, other in zip(found.logits, alone.logits, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)

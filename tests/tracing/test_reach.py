@@ -32,7 +32,7 @@ def of(text: str, **values: Any) -> Reach:
     code = Code.make(textwrap.dedent(text).strip("\n"), "block.py", 1, 0)
     given = {"model": MODEL, "tracer": TRACER, **values}
     met: list[tuple[str, ...]] = []
-    ordered = hidden_first(given, {})
+    ordered = hidden_first(code, given)
     dumps(ordered, met=met)
     hidden = met[: met.index(MARK)] if MARK in met else []
     return reach(code, given, hidden)
@@ -88,7 +88,10 @@ EXACT = {
     "if model.logits.sum() > 0:\n    h = layer.output": ["model.layers.3.output"],
     "x = torch.nn.functional.relu(layer.output)": ["model.layers.3.output"],
     "model.lm_head(model.model.norm(layer.resid_post))": ["model.layers.3.resid_post"],
-    "d = {'a': layer}\nd['b'] = model.model.norm\nh = d['b'].output": ["model.layers.3.output", "model.norm.output"],
+    "h = model.get_submodule(path).output": ["model.layers.3.output"],
+    "h = owner.model.model.layers[1].output": ["model.layers[1].output"],
+    "h = owner._layer.output * owner.scale": ["model.layers.3.output"],
+    "for l in owner.layers:\n    h = l.output": ["model.layers.1.output"],
     "l = layer if x else model.model.norm\nh = l.output": ["model.layers.3.output", "model.norm.output"],
     "(l := layer.mlp)\nh = l.output": ["model.layers.3.mlp.output"],
     "try:\n    h = layer.output\nexcept ValueError:\n    h = layer.input": [
@@ -119,8 +122,37 @@ WIDE = {
     "match layer:\n    case x: x.output": "model.layers.3.**",
     "def f(*ls): return ls[0].output\nf(layer)": "model.layers.3.**",
     "def f(**ls): return ls['a'].output\nf(a=layer)": "model.layers.3.**",
-    "h = model.get_submodule(path).output": "**.output",
+    "h = model.get_submodule(path + '').output": "**.output",
     "h = used()": "model.layers.3.**",
+    "h = owner.helper(1)": "**",
+    "owner._layer = 3\nh = owner.model.norm.output": "**",
+    "x = owner\nh = x._layer.output": "**",
+    "mods = dict(attn=layer.self_attn)\nfor m in mods.values():\n    h = m.output": "model.layers.3.self_attn.**",
+    "base = {'a': layer}\nboth = {**base}\nh = both['a'].output": "model.layers.3.**",
+    "def pick(i): return model.model.layers[i]\nfor l in map(pick, [0]): h = l.output": "model.layers[*].**",
+    "def pick(i): return model.model.layers[i]\nh = pick(1).output": "model.layers[*].**",
+    "class P:\n    def get(self): return layer\nh = P().get().output": "model.layers.3.**",
+    "def add(d, k, v): d[k] = v\ns = {}\nadd(s, 'a', layer)\nh = s['a'].output": "model.layers.3.**",
+    "d = {}\ne = d\ne['a'] = layer\nh = d['a'].output": "model.layers.3.**",
+    "get = model.get_submodule\nh = get('model.norm').output": "**",
+    "fs = [lambda m=l: m.output for l in model.model.layers]\nfs[0]()": "model.layers[*].**",
+    "m = next((l for l in model.model.layers if False), model.model.norm)\nh = m.output": "model.norm.**",
+    "def f(a, b, l): return l.output\nargs = (1, 2)\nf(*args, layer)": "model.layers.3.**",
+    "def f(l, /, **kw): return kw['l'].output\nf(1, l=layer)": "model.layers.3.**",
+    "def i(fn):\n    return lambda m: fn(m.mlp)\n@i\ndef f(l): return l.output\nf(layer)": "model.layers.3.**",
+    "class C:\n    target = layer\nh = C.target.output": "model.layers.3.**",
+    "l = []\nl[:] = model.model.layers\nh = l[0].output": "model.layers.**",
+    "l = []\nl += [layer]\nh = l[0].output": "model.layers.3.**",
+    "d = {'a': (1, layer)}\nk, (i, m) = d.popitem()\nh = m.output": "model.layers.3.output",
+    "fn = model.model.norm if x else other\nfn(layer)": "model.layers.3.**",
+    "class P:\n    def map(self, x): return x\nlist(map(lambda l: l.output, model.model.layers))": "model.layers.**",
+    "tracer.cache(chosen + ['model.norm'])": "**",
+    "import builtins\nbuiltins.eval('layer.output')": "**",
+    "try: layer.nope\nexcept AttributeError as e: h = e.obj.output": "**",
+    "def f(a: layer.output): pass": "model.layers.3.output",
+    "z = layer.mlp.skip\nfor s in tracer.iter[1:]:\n    z(s)": "model.layers.3.mlp.skip",
+    "m = model\nfor _ in range(9):\n    m = m.get_submodule('model')\nh = m.norm.output": "model.model.norm.output",
+    "x = model.model\nx = x.layers\nx = x[1]\nx = x.self_attn\nx = x.o_proj\nh = x.output": "model.**.output",
     "h = many()": "**",
     "exec('layer.output')": "**",
     "h = globals()['layer'].output": "**",
@@ -133,6 +165,15 @@ WIDE = {
     "with layer as l: l.output": "model.layers.3.**",
     "import operator\noperator.attrgetter('output')(layer)": "model.layers.3.**",
 }
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.model, self._layer, self.scale = MODEL, LAYER, 2.0
+        self.layers = [Ref("module", "model.layers.1")]
+
+    def helper(self, i: int) -> Any:
+        return self.layers[i].output
 
 
 def values() -> dict[str, Any]:
@@ -149,6 +190,7 @@ def values() -> dict[str, Any]:
         "path": "model.layers.3",
         "name": "model.layers.*",
         "x": True,
+        "owner": Owner(),
     }
 
 

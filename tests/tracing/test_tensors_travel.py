@@ -101,10 +101,17 @@ def test_case_34_a_device_that_is_not_here_gives_the_cpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_case_34_a_cuda_tensor_travels() -> None:
+    """To the engine as it is, and home to the CPU."""
     tensor = torch.rand(3, device="cuda")
-    for got in both(tensor):
-        assert got.device == tensor.device
-        assert torch.equal(got, tensor)
+    there, home = both(tensor)
+    assert there.device == tensor.device
+    assert torch.equal(there, tensor)
+    assert home.device.type == "cpu"
+    assert torch.equal(home, tensor.cpu())
+    large = [torch.rand(1 << 15, device="cuda"), torch.rand(3), *torch.rand(64, 3, device="cuda")]
+    for got, right in zip(both(large)[1], large, strict=True):
+        assert got.device.type == "cpu"
+        assert torch.equal(got, right.cpu())
 
 
 def test_in_a_block() -> None:

@@ -173,6 +173,8 @@ class Handoffs:
                 self.item = item = OneItem.of(source, layout, probes)
                 copy = Copy(source if item is None else source[item.number], layout)
                 nobodys, one = None in copy.cuts, isinstance(copy.value, torch.Tensor)
+                written_in: list[tuple[Probe, Any, Sequence[torch.Tensor]]] = []
+                together = site.limit is None and not nobodys
                 for probe, (view, parts) in zip(probes, copy.views(), strict=True):
                     if position is not None:
                         probe.position = position
@@ -188,8 +190,19 @@ class Handoffs:
                         written = any(map(_version, parts))
                     else:
                         written = view._version if one else any(map(_version, parts))
-                    if (written or probe.replacement is not NOTHING) and probe.error is None:
+                    if not written and probe.replacement is NOTHING:
+                        continue
+                    if probe.error is not None or probe.reads_only or (item is not None and not probe.partial):
+                        together = False  # rows of the copy are not what is to flow on, or the copy is not all
+                    if probe.error is None:
                         edit = edit or Edit(value, self.step)
+                        if probe.replacement is NOTHING:
+                            written_in.append((probe, view, parts))
+                        else:
+                            self._collect(probe, site, view, parts, edit)
+                            together = False
+                if edit is not None and not (together and self._collect_all(site, copy, written_in, edit)):
+                    for probe, view, parts in written_in:
                         self._collect(probe, site, view, parts, edit)
                 self.item = None
         return edit if edit is not None and edit.fresh else None
@@ -202,6 +215,29 @@ class Handoffs:
             layout = Layout([probe.span for probe in probes], self.step)
             self._last_layout = list(probes), layout
         return layout
+
+    def _collect_all(
+        self, site: Site, copy: Copy, written: list[tuple[Probe, Any, Sequence[torch.Tensor]]], edit: Edit
+    ) -> bool:
+        """Write what several probes have written in place, all at once; ``False`` if it is to be done one by one."""
+        if len(written) < 2:
+            return False
+        edges: list[list[tuple[int, int]]] = [[] for _ in copy.bases]
+        for probe, _, parts in written:
+            for index, part in enumerate(parts):
+                if part._version:
+                    edge = copy.edge_of(index, part, probe.span)
+                    if edge is None:
+                        return False
+                    edges[index].append(edge)
+        first = self.item.number if self.item is not None else 0
+        for index, of_tensor in enumerate(edges):
+            if of_tensor:
+                edit.write_all(first + index, copy, index, of_tensor)
+        for probe, _, _ in written:
+            probe.edited = True
+            probe.edited_pass = probe.edited_pass or site.station is not None
+        return True
 
     def _collect(self, probe: Probe, site: Site, view: Any, parts: Sequence[torch.Tensor], edit: Edit) -> None:
         """Write what a probe did during its turn into the step's value."""

@@ -157,10 +157,11 @@ class Copy:
     Nothing of the engine's own tensors is kept.
     """
 
-    __slots__ = ("_flat", "_parts", "_pieces", "bases", "count", "cuts", "value")
+    __slots__ = ("_by_token", "_flat", "_parts", "_pieces", "bases", "count", "cuts", "value")
 
     def __init__(self, value: Any, layout: Layout) -> None:
         self.count = layout.count
+        self._by_token = layout.by_token
         self.bases: list[torch.Tensor] = []
         self.cuts: list[Cuts | None] = []
         self._pieces: list[list[torch.Tensor]] | None = None
@@ -218,6 +219,21 @@ class Copy:
             return parts
         piece = iter(parts)
         return walk(self.value, lambda tensor: next(piece), own)
+
+    def edge_of(self, index: int, part: torch.Tensor, span: Span) -> tuple[int, int] | None:
+        """First and last row (exclusive) of a request; ``None`` if its part is no piece of the copy any more.
+
+        A block may have given its part another shape or other memory.
+        """
+        base, cuts = self.bases[index], self.cuts[index]
+        edge = span.start, span.stop
+        if cuts is None or base.dim() == 0:
+            return None
+        if cuts is not self._by_token:
+            edge = span.row, span.row + 1
+        at = base.data_ptr() + (edge[0] - cuts[0]) * base.stride(0) * base.element_size()
+        same = part.data_ptr() == at and part.shape == (edge[1] - edge[0], *base.shape[1:])
+        return edge if same and part.stride() == base.stride() and part.dtype is base.dtype else None
 
     def nobodys(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a request's parts that are not cut: their rows belong to no request."""
@@ -321,6 +337,32 @@ class Edit:
                 target = self.fresh[index] = self.originals[index].clone()
             target[edge[0] : edge[1]].copy_(rows)
             self.rows.append(edge)
+
+    def write_all(self, number: int, copy: Copy, index: int, edges: list[tuple[int, int]]) -> None:
+        """Put all rows of a copy into the tensor of this number; those that nobody has written are as they were.
+
+        Args:
+            number: of the tensor in the value.
+            copy: made of the value, or of an item of it.
+            index: of the tensor in the copy.
+            edges: the rows that were written, request by request in the order of the batch.
+        """
+        base, cuts = copy.bases[index], copy.cuts[index]
+        assert cuts is not None
+        low, high = cuts[0], cuts[0] + len(base)
+        target = self.fresh.get(number)
+        if target is not None:
+            target[low:high].copy_(base)
+        elif len(base) == len(self.originals[number]):
+            # Blocks may hold on to their rows of the copy.
+            self.fresh[number] = base.clone()
+        else:
+            target = self.fresh[number] = self.originals[number].clone()
+            target[low:high].copy_(base)
+        for start, stop in edges:
+            if self.rows and self.rows[-1][1] == start:
+                start = self.rows.pop()[0]
+            self.rows.append((start, stop))
 
     def result(self, value: Any) -> Any:
         """The value with the edited tensors in it."""

@@ -186,6 +186,11 @@ class ModuleView(Referenced):
 
     def __getitem__(self, index: int | slice | str) -> Any:
         if isinstance(index, str):
+            if "." in index:
+                raise UnknownModuleError(
+                    f"{self._station.path or 'the model'}[{index!r}]: a text in square brackets names a module right "
+                    f"below; for a path, write get_submodule({index!r})"
+                )
             return self._child(index)
         children = self._children()
         try:

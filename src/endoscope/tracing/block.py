@@ -146,7 +146,7 @@ class Block:
             SerializationError: a value that the block takes from outside cannot travel.
         """
         values = lookup(frame, place.outside, place.variables)
-        values = hidden_first(values, references)
+        values = hidden_first(place.code, values, references)
         met: list[tuple[str, ...]] = []
         try:
             data = dumps(values, references, met=met)

@@ -30,7 +30,7 @@ def take_apart(error: BaseException, depth: int = 0) -> Failure:
         bare = error.with_traceback(error.__traceback__)
         # An OSError keeps the name of its file apart from its arguments.
         args = OSError.__reduce__(bare)[1] if isinstance(bare, OSError) else bare.args
-        pickled: bytes | None = dumps((type(bare), args, _state(bare)))
+        pickled: bytes | None = dumps((type(bare), args, _state(bare)), home=True)
     except SerializationError:
         pickled = None
     cause, context = error.__cause__, error.__context__

@@ -15,12 +15,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from endoscope.errors import SerializationError
-from endoscope.tracing.outside import MODEL, MODULES, TRACER, UNKNOWN, kind_of
+from endoscope.tracing.outside import MODEL, MODULES, NO_REFERENCES, TRACER, UNKNOWN, kind_of
 from endoscope.tracing.rewrite import SAVE
 from endoscope.tracing.scopes import bound_names
 from endoscope.tracing.serialize import MARK, Referenced
@@ -34,9 +35,14 @@ _ENGINES = frozenset({"logits", "samples", "tokenizer"})
 """What of the model is no module's."""
 CACHE = "@cache"
 
-_DYNAMIC = frozenset({"exec", "eval", "globals", "locals", "vars", "compile", "__import__", "__builtins__"})
-"""Names with which text that is not in the block reaches its names."""
-_PASS_ON = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "iter", "next", "set", "dict"})
+_DYNAMIC = frozenset(
+    {"exec", "eval", "globals", "locals", "vars", "compile", "__import__", "__builtins__"}
+    | {"builtins", "sys", "inspect", "gc"}
+)
+"""Names with which what is not in the text reaches the block's names."""
+_FRAMES = frozenset({"f_globals", "f_locals", "f_back", "gi_frame", "cr_frame", "tb_frame", "obj"})
+"""Attributes with which it does."""
+_PASS_ON = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "iter", "next", "set"})
 """Functions of Python's whose results hold what they are given, or its elements."""
 _LOOK_AT = frozenset({"len", "print", "str", "repr", "type", "id", "isinstance", "range", "int", "bool", "hash"})
 """Functions of Python's that keep nothing of what they are given."""
@@ -81,7 +87,7 @@ class Value(NamedTuple):
         return self.itself | self.elements | self.deeper
 
     def __or__(self, other: Value) -> Value:
-        return Value(*(one | another for one, another in zip(self, other, strict=True)))
+        return Value(*(_limited(one | another) for one, another in zip(self, other, strict=True)))
 
     def element(self, index: str = "[*]") -> Value:
         """What an element of it may be."""
@@ -100,12 +106,15 @@ class _Mark(Referenced):
         return MARK
 
 
-def hidden_first(values: dict[str, Any], references: Mapping[int, tuple[str, ...]]) -> dict[str, Any]:
+def hidden_first(
+    code: Code, values: dict[str, Any], references: Mapping[int, tuple[str, ...]] = NO_REFERENCES
+) -> dict[str, Any]:
     """The outside values, those that are not looked into first.
 
     What they refer to is then met first when they are serialized, up to a :data:`serialize.MARK`.
     """
-    hidden = {name: value for name, value in values.items() if _is_hidden(value, references)}
+    members = _members(code, values)
+    hidden = {k: v for k, v in values.items() if k not in members and _is_hidden(v, references)}
     return {**hidden, HIDDEN: _Mark(), **{k: v for k, v in values.items() if k not in hidden}} if hidden else values
 
 
@@ -114,6 +123,47 @@ def _is_hidden(value: object, references: Mapping[int, tuple[str, ...]]) -> bool
         return kind_of(value, references) == UNKNOWN
     except SerializationError:  # a module of another model, which is refused when the value is serialized
         return True
+
+
+def _members(code: Code, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The objects of which a block reads nothing but attributes that are modules, numbers and such: ``self.model``.
+
+    Returns:
+        The attributes that it reads, by name, for each such object's name.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, used in _attributes_read(code).items():
+        value = values.get(name)
+        kind: Any = type(value)
+        own: Any = getattr(value, "__dict__", None)
+        if isinstance(value, ModuleType | Referenced) or kind.__getattribute__ is not object.__getattribute__:
+            continue
+        if type(own) is not dict or not all(each in own and not hasattr(kind, each) for each in used):
+            continue
+        if not any(_is_hidden(own[each], NO_REFERENCES) for each in used):
+            found[name] = {each: own[each] for each in used}
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _attributes_read(code: Code) -> dict[str, frozenset[str]]:
+    """The names that a block uses for nothing but to read attributes, and which."""
+    nodes = [node for statement in code.rewritten() for node in ast.walk(statement)]
+    taken = {name for node in nodes for name in bound_names(node)}
+    taken.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    read: dict[str, set[str]] = {}
+    uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    chains: Counter[str] = Counter()
+    for node in nodes:
+        match node:
+            case ast.Attribute(ast.Name(name), attribute, ast.Load()):
+                read.setdefault(name, set()).add(attribute)
+                chains[name] += 1
+    return {
+        name: frozenset(attributes)
+        for name, attributes in read.items()
+        if name not in taken and uses[name] == chains[name]
+    }
 
 
 def reach(code: Code, values: Mapping[str, Any], hidden: Iterable[tuple[str, ...]]) -> Reach:
@@ -127,20 +177,19 @@ def reach(code: Code, values: Mapping[str, Any], hidden: Iterable[tuple[str, ...
     """
     indices = _index_names(code)
     outside: list[tuple[str, str, Value]] = []
+    members = _members(code, values)
     for name, value in values.items():
         kind = kind_of(value)
-        if kind == MODEL:
-            outside.append((name, MODEL, Value(frozenset({()}))))
-        elif kind == MODULES:
-            if isinstance(value, Referenced):
-                outside.append((name, MODULES, Value(frozenset({_path_of(value.reference())}))))
-            else:
-                outside.append((name, MODULES, _held(value)))
+        if kind in (MODEL, MODULES):
+            outside.append((name, kind, _value_of(value)))
         elif kind == TRACER:
             outside.append((name, TRACER, _NOTHING))
+        elif name in members:
+            for attribute, each in members[name].items():
+                outside.append((f"{name}.{attribute}", MODULES, _value_of(each)))
         else:
-            number = f"={value}" if name in indices and type(value) is int else ""
-            outside.append((name, number, _NOTHING))
+            known = repr(value) if name in indices and type(value) in (int, str) else ""
+            outside.append((name, known, _NOTHING))
     escaped = set()
     for key in hidden:
         if key[0] == "tracer":
@@ -148,6 +197,13 @@ def reach(code: Code, values: Mapping[str, Any], hidden: Iterable[tuple[str, ...
         if key[0] in ("model", "module"):
             escaped.add(_path_of(key))
     return _read(code, tuple(outside), frozenset(escaped))
+
+
+def _value_of(value: Any) -> Value:
+    """What an outside value is that is the model, a module, or something plain that may hold some."""
+    if isinstance(value, Referenced):
+        return Value(frozenset({_path_of(value.reference())}))
+    return _held(value) if type(value) in (list, tuple, dict, set, frozenset) else _NOTHING
 
 
 def _path_of(key: tuple[str, ...]) -> Path:
@@ -169,13 +225,13 @@ def _held(container: Any) -> Value:
 
 @lru_cache(maxsize=1024)
 def _index_names(code: Code) -> frozenset[str]:
-    """The names that stand alone in square brackets."""
-    return frozenset(
-        node.slice.id
-        for statement in code.written()
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name)
-    )
+    """The names that stand alone in square brackets or in the round ones of ``get_submodule``."""
+    found = set()
+    for node in (node for statement in code.written() for node in ast.walk(statement)):
+        match node:
+            case ast.Subscript(_, ast.Name(name)) | ast.Call(ast.Attribute(_, "get_submodule"), [ast.Name(name)], []):
+                found.add(name)
+    return frozenset(found)
 
 
 @lru_cache(maxsize=4096)
@@ -205,7 +261,8 @@ class _Reader:
     def __init__(self, body: list[ast.stmt], outside: Any) -> None:
         self.body = body
         self.names: dict[str, Value] = {}
-        self.numbers: dict[str, int] = {}
+        self.constants: dict[str, int | str] = {}
+        """What names from outside stand for that are a number or a text."""
         self.tracers: set[str] = set()
         self.anywhere: set[Path] = set()
         """Sites that can be reached from wherever the block stands."""
@@ -213,8 +270,9 @@ class _Reader:
         """Sites of each statement."""
         self.functions: dict[str, ast.FunctionDef | ast.Lambda] = {}
         """The functions of the block, where a name stands for one of them alone."""
-        self.returned: dict[str, Value] = {}
-        self.function: str | None = None
+        self.loose_now = False
+        """Whether the statement stands in a function or a class, and runs when somebody calls for it."""
+        self.in_class = False
         self.now = self.anywhere
         nodes = [node for statement in body for node in ast.walk(statement)]
         bound = Counter(name for node in nodes for name in bound_names(node))
@@ -223,25 +281,26 @@ class _Reader:
             bound[name] += 0
             if kind == TRACER:
                 self.tracers.add(name)
-            elif kind.startswith("="):
-                if not bound[name]:
-                    self.numbers[name] = int(kind[1:])
-            elif kind:
+            elif kind in (MODEL, MODULES):
                 self.names[name] = value
+            elif kind and not bound[name]:
+                self.constants[name] = ast.literal_eval(kind)
         self.taken = {*bound}
         """Names that are not those of Python's own functions."""
+        self.rebound = {name for name, count in bound.items() if count}
         outer = {name for name, *_ in outside}
-        for node in nodes:
-            match node:
-                case ast.FunctionDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
-                    function = node if isinstance(node, ast.FunctionDef) else node.value
-                    if bound[name] == 1 and name not in outer and isinstance(function, ast.FunctionDef | ast.Lambda):
-                        self.functions[name] = function
+        for statement in body:
+            match statement:
+                case ast.FunctionDef(name, decorator_list=[]) if bound[name] == 1 and name not in outer:
+                    self.functions[name] = statement
+                case ast.Assign([ast.Name(name)], ast.Lambda() as value) if bound[name] == 1 and name not in outer:
+                    self.functions[name] = value
         before: Any = None
-        while before != (self.names, self.returned):
-            before = dict(self.names), dict(self.returned)
+        while before != self.names:
+            before = dict(self.names)
             for statement in body:
                 self.statement(statement)
+        self._all: dict[ast.stmt, frozenset[Path]] = {}
 
     # The result.
 
@@ -286,19 +345,19 @@ class _Reader:
 
     def all(self, body: list[ast.stmt]) -> set[Path]:
         """The sites of statements, with all that is in them."""
-        return {
-            site
-            for statement in body
-            for node in ast.walk(statement)
-            if isinstance(node, ast.stmt)
-            for site in self.of.get(node, ())
-        }
+        found: set[Path] = set()
+        for statement in body:
+            if statement not in self._all:
+                inner = (node for node in ast.walk(statement) if isinstance(node, ast.stmt))
+                self._all[statement] = frozenset(site for node in inner for site in self.of.get(node, ()))
+            found |= self._all[statement]
+        return found
 
     # Statements.
 
     def statement(self, node: ast.stmt) -> None:
         outer, self.now = self.now, self.of.setdefault(node, set())
-        if self.function is not None:
+        if self.loose_now:
             self.now = self.anywhere
         self._statement(node)
         self.now = outer
@@ -315,12 +374,13 @@ class _Reader:
                 given = self.value(value)
                 for target in targets:
                     self.assign(target, value, given)
-            case ast.AnnAssign(target, _, value, _):
+            case ast.AnnAssign(target, annotation, value, _):
+                self.escape(self.value(annotation))
                 if value is not None:
                     self.bind(target, self.value(value))
             case ast.AugAssign(target, _, value):
-                self.escape(self.value(target))
-                self.bind(target, self.value(value))
+                # In place, if it is a container, which may have other names.
+                self.escape(self.value(target) | self.value(value))
             case ast.For(target, source, body, orelse) | ast.AsyncFor(target, source, body, orelse):
                 self.loop(target, source)
                 self.run([*body, *orelse])
@@ -332,25 +392,27 @@ class _Reader:
                     given = self.value(item.context_expr)
                     self.escape(given)
                     if item.optional_vars is not None:
-                        self.bind(item.optional_vars, given)
+                        self.bind(item.optional_vars, _NOTHING)
                 self.run(body)
             case ast.Try(body, handlers, orelse, final) | ast.TryStar(body, handlers, orelse, final):
                 self.run(body)
                 for handler in handlers:
+                    if handler.type is not None:
+                        self.escape(self.value(handler.type))
                     self.run(handler.body)
                 self.run([*orelse, *final])
-            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
-                for each in [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.signature(node.args)
+                for each in filter(None, [*node.decorator_list, node.returns]):
                     self.escape(self.value(each))
-                self.inside(name, node.body)
-            case ast.ClassDef(name, bases, keywords, body):
+                self.inside(node.body, self.in_class)
+            case ast.ClassDef(_, bases, keywords, body):
                 for each in [*bases, *(keyword.value for keyword in keywords), *node.decorator_list]:
                     self.escape(self.value(each))
-                self.inside(name, body)
+                self.inside(body, True)
             case ast.Return(value):
-                if value is not None and self.function is not None:
-                    given = self.value(value)
-                    self.returned[self.function] = self.returned.get(self.function, _NOTHING) | given
+                if value is not None:
+                    self.escape(self.value(value))
             case _:
                 # Whatever else there is, its parts are looked at, and what they may be can go anywhere.
                 for part in ast.walk(node):
@@ -359,11 +421,19 @@ class _Reader:
                 for part in ast.iter_child_nodes(node):
                     self.loose(part)
 
-    def inside(self, name: str, body: list[ast.stmt]) -> None:
-        """Statements that run whenever somebody calls for them."""
-        outer, self.function = self.function, name
+    def inside(self, body: list[ast.stmt], in_class: bool) -> None:
+        """Statements of a function or a class."""
+        outer = self.loose_now, self.in_class
+        self.loose_now, self.in_class = True, in_class
         self.run(body)
-        self.function = outer
+        self.loose_now, self.in_class = outer
+
+    def signature(self, arguments: ast.arguments) -> None:
+        """Defaults and annotations of a function's arguments."""
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        annotations = [each.annotation for each in every if each is not None]
+        for each in filter(None, [*arguments.defaults, *arguments.kw_defaults, *annotations]):
+            self.escape(self.value(each))
 
     def loose(self, node: ast.AST) -> None:
         if isinstance(node, ast.expr):
@@ -376,7 +446,9 @@ class _Reader:
         """Bind a loop's target to what it goes over."""
         given = self.value(source)
         match target, source:
-            case ast.Tuple([number, each]), ast.Call(ast.Name("enumerate"), [one], _) if "enumerate" not in self.taken:
+            case ast.Tuple([number, each]), ast.Call(ast.Name("enumerate"), [one], _) if (
+                "enumerate" not in self.taken and not any(isinstance(part, ast.Starred) for part in (number, each, one))
+            ):
                 self.bind(number, _NOTHING)
                 self.bind(each, self.value(one).element())
             case ast.Tuple(targets), ast.Call(ast.Name("zip"), sources, _) if (
@@ -400,6 +472,8 @@ class _Reader:
                 self.bind(target, given)
 
     def bind(self, target: ast.expr, given: Value) -> None:
+        if self.in_class:
+            self.escape(given)
         match target:
             case ast.Name(name):
                 if name in self.tracers and given.all:
@@ -412,14 +486,8 @@ class _Reader:
             case ast.Starred(inner):
                 element = given.element()
                 self.bind(inner, Value(NO_MODULES, element.itself, element.deeper))
-            case ast.Subscript(container, index):
-                self.value(index)
-                self.value(container)
-                if isinstance(container, ast.Name):
-                    self.bind(container, Value(NO_MODULES, given.itself, given.elements | given.deeper))
-                else:
-                    self.escape(given)
             case _:
+                # An attribute of an object, or an element of a container that may have other names.
                 self.value(target)
                 self.escape(given)
 
@@ -441,6 +509,8 @@ class _Reader:
                 if node.attr in ("cache", "__class__") or node.attr.startswith("_"):
                     self.everything()  # not where it is called
                 return _NOTHING
+            case ast.Attribute(ast.Name(name)) if (member := f"{name}.{node.attr}") in self.names:
+                return self.names[member]
             case ast.Attribute(value, name):
                 return self.attribute(self.value(value), name)
             case ast.Subscript(container, index):
@@ -467,14 +537,18 @@ class _Reader:
             case ast.Tuple(parts) | ast.List(parts) | ast.Set(parts):
                 return self.holding(*parts)
             case ast.Dict(keys, parts):
-                return self.holding(*filter(None, keys), *parts)
+                for key, part in zip(keys, parts, strict=True):
+                    if key is None:
+                        self.escape(self.value(part))
+                return self.holding(*filter(None, keys), *(part for key, part in zip(keys, parts, strict=True) if key))
             case ast.Starred(inner):
                 return self.value(inner).element()
             case ast.ListComp(part, generators) | ast.SetComp(part, generators) | ast.GeneratorExp(part, generators):
                 return self.comprehension(node, generators, part)
             case ast.DictComp(key, part, generators):
                 return self.comprehension(node, generators, key, part)
-            case ast.Lambda(_, body):
+            case ast.Lambda(arguments, body):
+                self.signature(arguments)
                 outer, self.now = self.now, self.anywhere
                 given = self.value(body)
                 self.now = outer
@@ -511,12 +585,15 @@ class _Reader:
         return Value(NO_MODULES, value.itself, value.elements | value.deeper)
 
     def attribute(self, given: Value, name: str) -> Value:
-        if name.startswith("_"):
-            self.escape(given)
+        if name in _FRAMES:
+            self.everything()
+        if name.startswith("_") or name == "get_submodule":
+            self.escape(given)  # where it is called at once, this is not come by
             return _NOTHING
         held = Value(NO_MODULES, given.elements, given.deeper)
         if name in SITES:
-            self.now.update((*path, name) for path in given.itself)
+            # A skip that is not called at once may be called from wherever the block stands.
+            (self.anywhere if name == "skip" else self.now).update((*path, name) for path in given.itself)
             return held
         of_engine = frozenset({()}) if name in _ENGINES else NO_MODULES
         return Value(Value(given.itself - of_engine).child(name)) | held
@@ -527,8 +604,8 @@ class _Reader:
                 return given.element(f"[{number}]")
             case ast.UnaryOp(ast.USub(), ast.Constant(number)) if type(number) is int:
                 return given.element(f"[-{number}]")
-            case ast.Name(name) if name in self.numbers:
-                return given.element(f"[{self.numbers[name]}]")
+            case ast.Name(name) if type(self.constants.get(name)) is int:
+                return given.element(f"[{self.constants[name]}]")
             case ast.Constant(text) if type(text) is str and text.isidentifier():
                 return given.element(text)
             case ast.Slice():
@@ -546,39 +623,43 @@ class _Reader:
                 return self.value(node.args[0])
             case ast.Name(name) if (function := self.functions.get(name)) is not None:
                 return self.own(name, function, node)
-            case ast.Name(name) if name in _LOOK_AT and name not in self.taken:
+            case ast.Name(name) if (
+                name in _LOOK_AT and name not in self.taken and (name != "type" or len(arguments) == 1)
+            ):
                 for each in arguments:
                     self.value(each)
                 return _NOTHING
-            case ast.Name(name) if name in _PASS_ON and name not in self.taken:
+            case ast.Name(name) if name in _PASS_ON and name not in self.taken and self.is_plain(name, node):
                 return self.passed_on(name, [self.value(each) for each in arguments])
             case ast.Attribute(ast.Name(name), "cache") if name in self.tracers:
                 self.cache(node)
                 return _NOTHING
-            case ast.Attribute(value, "get_submodule"):
-                given = self.value(value)
-                match node:
-                    case ast.Call(_, [ast.Constant(path)], []) if type(path) is str:
-                        parts = tuple(path.split(".")) if path else ()
-                        return Value(frozenset((*module, *parts) for module in given.itself))
+            case ast.Attribute(module, "get_submodule"):
+                return self.submodule(self.value(module), node)
+            case ast.Attribute(module, "skip"):
+                given = self.value(module)
+                self.now.update((*path, "skip") for path in given.itself)
                 for each in arguments:
-                    self.value(each)
-                return Value(given.child(EVERYTHING))
+                    self.escape(self.value(each))
+                return _NOTHING
         callee = self.value(node.func)
         for each in arguments:
-            # A module that is called is run by the block itself, and asks for nothing.
-            if callee.itself:
-                self.value(each)
-            else:
-                self.escape(self.value(each))
+            self.escape(self.value(each))
         match node.func:
             case ast.Attribute(_, "items"):
                 return Value(NO_MODULES, NO_MODULES, callee.all)
             case ast.Attribute(_, "values" | "keys" | "copy"):
                 return Value(NO_MODULES, callee.elements, callee.deeper)
-        # Any other method of a container gives something that it holds.
+        # Any other method of a container gives something that it holds, or another container.
         held = callee.elements | callee.deeper
-        return Value(held, callee.deeper, callee.deeper)
+        return Value(held, held, held)
+
+    @staticmethod
+    def is_plain(name: str, node: ast.Call) -> bool:
+        """Whether a function of Python's is called in the way in which it passes on elements, and nothing else."""
+        starred = any(isinstance(each, ast.Starred) for each in node.args)
+        keywords = {keyword.arg for keyword in node.keywords} - {"strict", "start"}
+        return not starred and not keywords and (name not in ("iter", "next") or len(node.args) == 1)
 
     @staticmethod
     def passed_on(name: str, given: list[Value]) -> Value:
@@ -591,17 +672,35 @@ class _Reader:
                 return element
             case "enumerate" | "zip":
                 return Value(NO_MODULES, NO_MODULES, element.all)
-            case "dict":
-                return Value(NO_MODULES, element.all, element.all)
         return Value(NO_MODULES, element.itself, element.elements | element.deeper)
 
+    def submodule(self, given: Value, node: ast.Call) -> Value:
+        """``get_submodule``, called at once."""
+        path: Any = None
+        match node:
+            case ast.Call(_, [ast.Constant(text)], []):
+                path = text
+            case ast.Call(_, [ast.Name(name)], []):
+                path = self.constants.get(name)
+        for each in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            self.escape(self.value(each))
+        self.escape(Value(NO_MODULES, given.elements, given.deeper))
+        if type(path) is not str:
+            return Value(given.child(EVERYTHING))
+        modules = given.itself
+        for name in path.split(".") if path else ():
+            modules = Value(modules).child(name)
+        return Value(modules)
+
     def own(self, name: str, function: ast.FunctionDef | ast.Lambda, node: ast.Call) -> Value:
-        """A call of a function of the block."""
+        """A call of a function of the block. What it returns can go anywhere."""
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-        takes = {*names, *(each.arg for each in function.args.kwonlyargs)}
+        takes = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+        starred = False
         for index, each in enumerate(node.args):
             given = self.value(each)
-            if isinstance(each, ast.Starred) or index >= len(names):
+            starred = starred or isinstance(each, ast.Starred)
+            if starred or index >= len(names):
                 self.escape(given)
             else:
                 self.bind(ast.Name(names[index], ast.Store()), given)
@@ -611,12 +710,7 @@ class _Reader:
                 self.bind(ast.Name(keyword.arg, ast.Store()), given)
             else:
                 self.escape(given)
-        if isinstance(function, ast.Lambda):
-            outer, self.now = self.now, self.anywhere
-            given = self.value(function.body)
-            self.now = outer
-            return given
-        return self.returned.get(name, _NOTHING)
+        return _NOTHING
 
     def cache(self, node: ast.Call) -> None:
         """What ``tracer.cache`` keeps."""
@@ -631,11 +725,12 @@ class _Reader:
                         self.now.add((CACHE,))
                     case ast.Constant(pattern) if type(pattern) is str:
                         self.now.add((pattern + CACHE,))
+                    case ast.Attribute() | ast.Subscript() if (modules := self.value(part)).all:
+                        self.now.update((*path, "output") for path in modules.all)
+                    case ast.Name(name) if name in self.names and name not in self.rebound and self.names[name].itself:
+                        self.now.update((*path, "output") for path in self.names[name].itself)
                     case _:
-                        modules = self.value(part).all
-                        if not modules:
-                            self.everything()
-                        self.now.update((*path, "output") for path in modules)
+                        self.everything()
 
     # What is not followed any further.
 
@@ -647,14 +742,29 @@ class _Reader:
         self.anywhere.add((EVERYTHING,))
 
 
-_DEEP = 16
+_DEEP = 12
 """Longer paths are not followed: a loop in a block can make one of any length."""
+_MANY = 24
+"""Nor are more paths than this for one name."""
 
 
 def _child(path: Path, name: str) -> Path:
     if path and path[-1] == EVERYTHING:
         return path
     return (*path, EVERYTHING) if len(path) >= _DEEP else (*path, name)
+
+
+def _limited(modules: Modules) -> Modules:
+    """The modules, or if they are too many, all that are inside of what they have in common."""
+    if len(modules) > 1 and (whole := {path[:-1] for path in modules if path and path[-1] == EVERYTHING}):
+        modules = frozenset(
+            path for path in modules if path[:-1] in whole or not any(path[: len(each)] == each for each in whole)
+        )
+    if len(modules) <= _MANY:
+        return modules
+    low, high = min(modules), max(modules)
+    common = next((i for i, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    return frozenset({(*low[:common], EVERYTHING)})
 
 
 def _written(path: Path) -> str:

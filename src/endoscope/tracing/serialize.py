@@ -45,6 +45,7 @@ def dumps(
     references: Mapping[int, tuple[str, ...]] = _NO_REFERENCES,
     buffers: list[pickle.PickleBuffer] | None = None,
     met: list[tuple[str, ...]] | None = None,
+    home: bool = False,
 ) -> bytes:
     """Serialize a value.
 
@@ -54,14 +55,15 @@ def dumps(
             caller keeps the objects alive.
         buffers: an empty list that receives the memory of tensors and arrays, in order, instead of its being copied
             into the result. A buffer may be the tensor's own memory: send it or copy it before anybody writes to the
-            tensor. Small tensors share buffers.
+            tensor. Small tensors share buffers. Tensors are for the CPU then, as with ``home``.
+        home: whether tensors arrive on the CPU, wherever they are now.
         met: an empty list that receives the key of each :class:`Referenced` object, in the order in which they are met.
 
     Raises:
         SerializationError: the value, or something that it holds, cannot travel.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, references, buffers, met)
+    pickler = _Pickler(file, references, buffers, met, home or buffers is not None)
     try:
         pickler.dump(value)
         if buffers is None:
@@ -113,10 +115,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         references: Mapping[int, tuple[str, ...]],
         buffers: list[pickle.PickleBuffer] | None,
         met: list[tuple[str, ...]] | None,
+        home: bool,
     ) -> None:
         super().__init__(file, _PROTOCOL, None if buffers is None else buffers.append)
         self._references = references
         self._met = met
+        self._home = home
         self.packer = None if buffers is None else Packer()
         self._by_value: set[str] = set()
 
@@ -146,7 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             make, parts = self.dispatch_table[CodeType](value)
             return make, tuple(value.co_filename if part == "<dynamic-code>" else part for part in parts)
         elif is_plain_tensor(value):
-            return reduce_tensor(value)
+            return reduce_tensor(value, self._home)
         elif (reason := refusal(kind)) is not None:
             raise SerializationError(f"it is or holds {reason}.")
         return super().reducer_override(value)

@@ -26,8 +26,10 @@ def is_plain_tensor(value: object) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
-def reduce_tensor(tensor: Any) -> Reduced:
+def reduce_tensor(tensor: Any, home: bool = False) -> Reduced:
     """Reduce a tensor to its own elements: of a view, never what else its storage holds.
+
+    With ``home`` it arrives on the CPU, wherever it is now.
 
     The bytes are a ``PickleBuffer``, so a pickler with a ``buffer_callback`` takes them out of band. For a contiguous
     tensor on the CPU that buffer is the tensor's own memory, not a copy.
@@ -42,7 +44,7 @@ def reduce_tensor(tensor: Any) -> Reduced:
         PickleBuffer(data),
         dtype,
         tuple(tensor.shape),
-        str(tensor.device),
+        "cpu" if home else str(tensor.device),
         tensor.requires_grad,
         parameter,
     )
@@ -85,12 +87,15 @@ MANY = 16
 Place = tuple[int, int]
 """In a pack: the numbers of the tensors of a list, from the first to behind the last."""
 
-_KIND = operator.attrgetter("dtype", "layout", "is_cpu", "requires_grad")
+_KIND = operator.attrgetter("dtype", "layout", "device", "requires_grad")
 _SHAPE = operator.attrgetter("shape")
 
 
 class Packer:
-    """Collects small tensors, of which a block may keep a thousand: they travel as one buffer for each dtype."""
+    """Collects small tensors, of which a block may keep a thousand: they travel as one buffer for each dtype.
+
+    Those on a GPU are joined there, and copied at once.
+    """
 
     def __init__(self) -> None:
         torch = self._torch = sys.modules.get("torch")
@@ -100,7 +105,7 @@ class Packer:
         self._places: dict[int, int] = {}
         self._lists: dict[int, tuple[list[Any], Place]] = {}
         """The lists are kept as well: one that pickling has made would leave its id to another."""
-        self._runs: list[tuple[Any, tuple[int, ...], list[Any]]] = []
+        self._runs: list[tuple[Any, tuple[int, ...], Any, list[Any]]] = []
 
     def take(self, tensor: Any) -> int | None:
         """The number of a tensor in the pack, or ``None`` if it is to travel by itself."""
@@ -111,14 +116,14 @@ class Packer:
         if place is not None:
             return place
         dtype = tensor.dtype
-        if dtype not in self._dtypes or not tensor.is_cpu or tensor.requires_grad:
+        if dtype not in self._dtypes or not (tensor.is_cpu or tensor.is_cuda) or tensor.requires_grad:
             return None
         if tensor.layout is not self._strided or tensor.nbytes > PACKED:
             return None
-        shape = tensor.shape
-        if not self._runs or self._runs[-1][0] is not dtype or self._runs[-1][1] != shape:
-            self._runs.append((dtype, shape, []))
-        self._runs[-1][2].append(tensor)
+        shape, device = tensor.shape, tensor.device
+        if not self._runs or self._runs[-1][0] is not dtype or self._runs[-1][1:3] != (shape, device):
+            self._runs.append((dtype, shape, device, []))
+        self._runs[-1][3].append(tensor)
         place = self._places[id(tensor)] = len(self._places)
         return place
 
@@ -133,11 +138,13 @@ class Packer:
         if known is not None:
             return known[1]
         kinds = set(map(_KIND, values))
-        dtype, layout, is_cpu, requires_grad = kinds.pop()
-        if kinds or dtype not in self._dtypes or layout is not self._strided or not is_cpu or requires_grad:
+        dtype, layout, device, requires_grad = kinds.pop()
+        if kinds or dtype not in self._dtypes or layout is not self._strided or requires_grad:
             return None
-        runs = [(dtype, shape, list(alike)) for shape, alike in itertools.groupby(values, _SHAPE)]
-        if any(alike[0].nbytes > PACKED for _, _, alike in runs):
+        if device.type not in ("cpu", "cuda"):
+            return None
+        runs = [(dtype, shape, device, list(alike)) for shape, alike in itertools.groupby(values, _SHAPE)]
+        if any(alike[0].nbytes > PACKED for *_, alike in runs):
             return None
         ids = set(map(id, values))
         if len(ids) < len(values) or not ids.isdisjoint(self._places):
@@ -153,7 +160,7 @@ class Packer:
         """What was packed, in order, and its memory: a buffer for each dtype, in the order in which they appear."""
         flat: dict[Any, list[Any]] = {}
         runs: list[Run] = []
-        for dtype, shape, tensors in self._runs:
+        for dtype, shape, _, tensors in self._runs:
             assert self._torch is not None
             # Along a dimension that is there, joining is much cheaper than along a new one.
             joined = self._torch.cat(tensors) if shape else self._torch.stack(tensors)
@@ -162,8 +169,10 @@ class Packer:
         buffers = []
         for parts in flat.values():
             assert self._torch is not None
+            if len({part.device for part in parts}) > 1:
+                parts = [part.cpu() for part in parts]
             whole = parts[0] if len(parts) == 1 else self._torch.cat(parts)
-            buffers.append(PickleBuffer(whole.view(self._torch.uint8).numpy()))
+            buffers.append(PickleBuffer(whole.cpu().view(self._torch.uint8).numpy()))
         return runs, buffers
 
 

@@ -523,12 +523,14 @@ class PythonPass:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        from vllm import ir
         from vllm.forward_context import get_forward_context
 
         get_forward_context().skip_compiled = True
         for module, _, fast in self._methods:
             module._forward_method = fast
         self._stack.enter_context(self._priority.set_priority())
+        self._stack.enter_context(ir.enable_torch_wrap(False))
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -385,7 +385,7 @@ class EngineProbes:
             elif stream == "emit":
                 # Copied at once: the block may go on to change what it has emitted.
                 step, values = content
-                data = dumps(values)
+                data = dumps(values, home=True)
                 if len(data) > limits.save_limit + OVERHEAD:
                     raise too_much(len(data), limits.save_limit)
                 outbox.send(home, Emitted(key, sequence, step, data))
