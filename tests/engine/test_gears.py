@@ -47,7 +47,7 @@ def first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)  # contract: F1
 def test_a_finished_block_and_one_that_reads_logits_cost_no_gear(name: str, compiled: Any, oracle: Any) -> None:
     model, its = compiled(name), oracle(name)
     layers = layers_of(model)

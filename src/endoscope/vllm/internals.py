@@ -483,10 +483,19 @@ def runner_model(runner: Any) -> Any:
 
 
 def taps_of(runner: Any) -> Any:
-    """The taps that the engine was built with; ``None`` where it compiles nothing and captures no graphs."""
+    """The taps that the engine was built with; ``None`` where it compiles nothing and captures no graphs.
+
+    Raises:
+        EngineArgumentError: where no single step can do without compiled code.
+    """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config = runner.vllm_config
+    if config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        raise EngineArgumentError(
+            "compilation_config has the mode STOCK_TORCH_COMPILE, in which no step can run without compiled code, as "
+            "blocks may need; leave the mode out, or give enforce_eager=True"
+        )
     compiles = config.compilation_config.mode != CompilationMode.NONE and any(
         getattr(module, "do_not_compile", True) is False for module in runner_model(runner).modules()
     )
@@ -540,7 +549,6 @@ class PythonPass:
 
 def run_python(runner: Any, python: PythonPass, rows: int) -> None:
     """Run the model once as Python, with so many rows that are no request's."""
-    import torch
 
     def enter(*_: Any) -> None:
         python.__enter__()
@@ -551,16 +559,28 @@ def run_python(runner: Any, python: PythonPass, rows: int) -> None:
     model = runner_model(runner)
     hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
     try:
-        with torch.inference_mode():
-            if hasattr(runner, "requests"):
-                from vllm.config import CUDAGraphMode
-
-                runner._dummy_run(rows, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
-            else:
-                runner._dummy_run(rows, skip_attn=True, skip_eplb=True, is_profile=True)
+        _run_dummy(runner, rows)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def compile_now(runner: Any) -> None:
+    """Compile the model, if vLLM has not done so while it was warming up: later, something may be wrapped."""
+    if _on_cpu():
+        _run_dummy(runner, 2)
+
+
+def _run_dummy(runner: Any, rows: int) -> None:
+    import torch
+
+    with torch.inference_mode():
+        if hasattr(runner, "requests"):
+            from vllm.config import CUDAGraphMode
+
+            runner._dummy_run(rows, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
+        else:
+            runner._dummy_run(rows, skip_attn=True, skip_eplb=True, is_profile=True)
 
 
 def _eager_priority(config: Any) -> Any:

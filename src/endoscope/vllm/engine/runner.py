@@ -39,6 +39,7 @@ class TracedRunner:
         """Learn in which order the modules run, so that no request's step has to run as Python for it."""
         if self._python is None or self.probes.handoffs.wrappers.recorded:
             return
+        internals.compile_now(self)
         try:
             with self.probes.handoffs.learning(LEARNED):
                 internals.run_python(self, self._python, LEARNED)
