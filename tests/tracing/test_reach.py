@@ -89,6 +89,7 @@ EXACT = {
     "x = torch.nn.functional.relu(layer.output)": ["model.layers.3.output"],
     "model.lm_head(model.model.norm(layer.resid_post))": ["model.layers.3.resid_post"],
     "h = model.get_submodule(path).output": ["model.layers.3.output"],
+    "x = model.logits_processor(model.lm_head, model.model.norm(layer.resid_post))": ["model.layers.3.resid_post"],
     "h = owner.model.model.layers[1].output": ["model.layers[1].output"],
     "h = owner._layer.output * owner.scale": ["model.layers.3.output"],
     "for l in owner.layers:\n    h = l.output": ["model.layers.1.output"],

@@ -644,7 +644,10 @@ class _Reader:
                 return _NOTHING
         callee = self.value(node.func)
         for each in arguments:
-            self.escape(self.value(each))
+            given = self.value(each)
+            # A module takes the modules themselves, without their sites.
+            if not self.is_module(node.func):
+                self.escape(given)
         match node.func:
             case ast.Attribute(_, "items"):
                 return Value(NO_MODULES, NO_MODULES, callee.all)
@@ -653,6 +656,17 @@ class _Reader:
         # Any other method of a container gives something that it holds, or another container.
         held = callee.elements | callee.deeper
         return Value(held, held, held)
+
+    def is_module(self, node: ast.expr) -> bool:
+        """Whether an expression is surely a module of the model, or a method of one."""
+        match node:
+            case ast.Name(name):
+                return bool(self.names.get(name, _NOTHING).itself) and name not in self.rebound
+            case ast.Attribute(value, name):
+                return self.is_module(value) and not name.startswith("_") and name not in SITES | _ENGINES
+            case ast.Subscript(value, index):
+                return self.is_module(value) and not isinstance(index, ast.Slice)
+        return False
 
     @staticmethod
     def is_plain(name: str, node: ast.Call) -> bool:
