@@ -22,7 +22,6 @@ PROMPTS = (
     "who wanted to see the sea, and every evening they asked her",
 )
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-COMPILED: dict[str, Any] = {"enforce_eager": False}
 NOTHING_LEFT = {"probes": 0, "requests": 0, "hooks": 0, "bytes": 0}
 
 

@@ -244,6 +244,7 @@ def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
         ({"kv_sharing_fast_prefill": True}, UnsupportedError, "kv_sharing_fast_prefill=True"),
         ({"scheduler_cls": "a.B"}, UnsupportedError, "scheduler_cls"),
         ({"runner": "pooling"}, UnsupportedError, "runner='pooling'"),
+        ({"additional_config": 3}, EngineArgumentError, "additional_config takes a dict"),
         ({"dtype": "float33"}, EngineArgumentError, "float33"),
     ],
 )

@@ -126,6 +126,8 @@ WIDE = {
     "h = model.get_submodule(path + '').output": "**.output",
     "h = used()": "model.layers.3.**",
     "h = owner.helper(1)": "**",
+    "owner.tracer.cache()": "**",
+    "for _ in owner.tracer.iter[:]: pass": "**",
     "owner._layer = 3\nh = owner.model.norm.output": "**",
     "x = owner\nh = x._layer.output": "**",
     "mods = dict(attn=layer.self_attn)\nfor m in mods.values():\n    h = m.output": "model.layers.3.self_attn.**",
@@ -170,7 +172,7 @@ WIDE = {
 
 class Owner:
     def __init__(self) -> None:
-        self.model, self._layer, self.scale = MODEL, LAYER, 2.0
+        self.model, self._layer, self.scale, self.tracer = MODEL, LAYER, 2.0, TRACER
         self.layers = [Ref("module", "model.layers.1")]
 
     def helper(self, i: int) -> Any:

@@ -16,7 +16,7 @@ from endoscope.probing.saves import Kept, named, save_method
 from endoscope.probing.site import Site
 from endoscope.probing.streams import Lines, Send, Turn
 from endoscope.probing.turns import Aside, Turns
-from endoscope.tracing.reach import Reach
+from endoscope.tracing.reach import UNREAD
 from endoscope.tracing.rewrite import SAVE
 from endoscope.tracing.sites import OUTPUT
 
@@ -142,7 +142,7 @@ class Probe(greenlet):
         """The modules that may not have kept everything of the request, since they are taken to be skipped for good."""
         self.reads_only = False
         """Whether the block is known to change nothing, and others rely on that."""
-        self.reach = Reach()
+        self.reach = UNREAD
         """The sites that the text of the block can reach."""
         self.skips_throughout = False
         """Whether what the text of the block skips in one step is known to be skipped in every later one."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from endoscope.probing.site import Site, Station
-from endoscope.tracing.reach import CACHE, EVERYTHING, SITES
+from endoscope.tracing.reaching import CACHE, EVERYTHING, SITES
 
 _SEGMENT = re.compile(r"\[(?:\*|-?\d+)\]|[^.\[]+")
 

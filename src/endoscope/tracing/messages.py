@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from endoscope.tracing.block import Code
-from endoscope.tracing.reach import Reach
+from endoscope.tracing.reach import UNREAD, Reach
 
 
 class Submission(msgspec.Struct, frozen=True, array_like=True):
@@ -25,7 +25,7 @@ class Submission(msgspec.Struct, frozen=True, array_like=True):
     """Its outside values: a dict by name, as ``serialize.dumps`` makes it."""
     skips_throughout: bool
     """Whether the block is known to skip in every step what it skips in one."""
-    reach: Reach = Reach()
+    reach: Reach = UNREAD
     """The sites that the block can ask for."""
 
 

@@ -78,8 +78,11 @@ def engine_arguments(
             instead = f", or give {name}={wanted[0]!r}" if wanted else ""
             raise UnsupportedError(f"{name}={value!r} cannot be traced yet; leave it out{instead}")
     arguments = {**options, "model": model}
+    more = options.get("additional_config")
+    if more is not None and not isinstance(more, Mapping):
+        raise EngineArgumentError(f"additional_config takes a dict, to which the taps are added, not {more!r:.60}")
     # It takes part in the key of vLLM's cache of compiled code, which differs with the taps.
-    arguments["additional_config"] = {**(options.get("additional_config") or {}), EXTRA: {"taps": taps}}
+    arguments["additional_config"] = {**(more or {}), EXTRA: {"taps": taps}}
     arguments["worker_cls"] = "endoscope.vllm.engine.worker.Worker"
     arguments["scheduler_cls"] = "endoscope.vllm.engine.scheduler.make_scheduler"
     return arguments

@@ -28,6 +28,8 @@ class _Traces:
         """A traced prompt that has been patient for long enough."""
         self._gears: dict[str, Counter[str]] = {}
         """In which gears the steps of traced requests ran, all sequences of one together."""
+        self._left: Counter[str] = Counter()
+        """How many sequences each of them has that have not ended."""
         self._ended: dict[str, dict[str, int]] = {}
         """The same of sequences that have ended in this step."""
 
@@ -53,9 +55,11 @@ class _Traces:
 
     def add_request(self, request: Any) -> None:
         """Take in a request, as vLLM does."""
-        if internals.is_traced(request):
+        if internals.is_traced(request) and request.request_id not in self._traced:
             self._traced.add(request.request_id)
-            self._gears.setdefault(internals.family(request.request_id), Counter())
+            family = internals.family(request.request_id)
+            self._gears.setdefault(family, Counter())
+            self._left[family] += 1
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +72,9 @@ class _Traces:
         """A traced sequence has ended."""
         family = internals.family(request)
         self._ended[request] = dict.fromkeys(map(str, Gear), 0) | self._gears[family]
-        if not any(internals.family(other) == family for other in self._traced):
-            del self._gears[family]
+        self._left[family] -= 1
+        if not self._left[family]:
+            del self._gears[family], self._left[family]
 
     def _not_yet(self) -> set[Any]:
         """Running requests that cannot be in the step."""

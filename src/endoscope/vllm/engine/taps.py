@@ -81,19 +81,20 @@ def misfits() -> frozenset[Site]:
     )
 
 
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2 and all(isinstance(each, torch.Tensor) for each in output)
+
+
 def _tapped(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
     def tapped(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             if isinstance(output, torch.Tensor):
                 torch.ops.endoscope.tap(output, number)
-            elif isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, torch.Tensor) for x in output):
+            elif _is_pair(output):
                 torch.ops.endoscope.tap_pair(output[0], output[1], number)
         elif number not in _fits:
-            whole = isinstance(output, torch.Tensor)
-            _fits[number] = whole or (
-                type(output) is tuple and len(output) == 2 and all(isinstance(x, torch.Tensor) for x in output)
-            )
+            _fits[number] = isinstance(output, torch.Tensor) or _is_pair(output)
         return output
 
     return tapped
